@@ -1,0 +1,75 @@
+"""Keys that verl has and this trainer does not, by prefix: the reason, or the new name."""
+
+FOREIGN_KEYS: dict[str, str] = {
+    "actor_rollout_ref.hybrid_engine": "roles always share devices here; drop it",
+    "actor_rollout_ref.model.use_remove_padding": "padding never enters a model here; drop it",
+    "actor_rollout_ref.model.use_shm": "models are read where they lie; drop it",
+    "actor_rollout_ref.model.external_lib": "no code is imported by configuration but reward functions; drop it",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "not supported yet; drop it",
+    "actor_rollout_ref.model.lora_rank": "LoRA is not supported yet; drop it",
+    "actor_rollout_ref.model.use_fused_kernels": "not supported; drop it",
+    "actor_rollout_ref.model.use_liger": "not supported; drop it",
+    "actor_rollout_ref.actor.strategy": "FSDP2 is the one strategy; drop it",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "use actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.shuffle": "mini-batches are always cut in a new order, a function of (seed, step, epoch); drop it",
+    "actor_rollout_ref.actor.data_loader_seed": "use data.seed, the one seed",
+    "actor_rollout_ref.actor.use_torch_compile": "not supported; drop it",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "sequence parallelism is not supported; drop it",
+    "actor_rollout_ref.actor.policy_loss": "the PPO clip with dual clip is the one policy loss; drop it",
+    "actor_rollout_ref.actor.checkpoint": "a checkpoint always holds all that resuming needs; drop it",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "not supported yet; drop it",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "not supported yet; drop it",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "weights are float32 masters; use actor_rollout_ref.actor.fsdp_config.dtype for compute",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "all devices form one sharding group; drop it",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy": "each decoder layer is sharded by itself; drop it",
+    "actor_rollout_ref.actor.optim.total_training_steps": "use trainer.total_training_steps",
+    "actor_rollout_ref.actor.optim.warmup_style": "use actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.ref.strategy": "FSDP2 is the one strategy; drop it",
+    "actor_rollout_ref.rollout.do_sample": "training always samples; for validation use actor_rollout_ref.rollout.val_kwargs.do_sample",
+    "actor_rollout_ref.rollout.prompt_length": "use data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "use data.max_response_length",
+    "actor_rollout_ref.rollout.micro_batch_size": "use actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "the hf back end decodes on each device by itself; drop it",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "the hf back end has no reserved cache; drop it",
+    "actor_rollout_ref.rollout.multi_turn": "multi-turn rollouts are not supported; drop it",
+    "actor_rollout_ref.rollout.calculate_log_probs": "the sampler's log-probabilities are always kept; drop it",
+    "critic.enable": "the critic follows algorithm.adv_estimator (gae has one); drop it",
+    "critic.strategy": "FSDP2 is the one strategy; drop it",
+    "critic.ppo_micro_batch_size": "use critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size": "use critic.ppo_micro_batch_size_per_gpu",
+    "critic.optim.warmup_style": "use critic.optim.lr_scheduler_type",
+    "reward_model": "use reward; reward models are not supported yet",
+    "custom_reward_function": "use reward.custom_reward_function",
+    "reward.reward_model": "reward models are not supported yet; drop it",
+    "reward.reward_manager": "rewards are rule functions, one per response; drop it",
+    "data.tokenizer": "use actor_rollout_ref.model.tokenizer_path",
+    "data.return_raw_chat": "rows keep their messages; drop it",
+    "data.image_key": "images are not supported; drop it",
+    "data.video_key": "videos are not supported; drop it",
+    "data.custom_cls": "custom dataset classes are not supported; prepare a file instead",
+    "data.sampler": "the order is a function of (data.seed, epoch, position); drop it",
+    "data.dataloader_num_workers": "rows are tokenized once at start; drop it",
+    "data.trust_remote_code": "use actor_rollout_ref.model.trust_remote_code",
+    "algorithm.rollout_correction": "not supported yet; drop it",
+    "trainer.balance_batch": "rows are always balanced over devices inside a mini-batch; drop it",
+    "trainer.log_val_generations": "use trainer.sample_freq",
+    "trainer.rollout_data_dir": "not supported yet; drop it",
+    "trainer.resume_from_path": "a run resumes from its own directory: use trainer.default_local_dir",
+    "trainer.del_local_ckpt_after_load": "a checkpoint is never deleted by loading it; drop it",
+    "trainer.max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
+    "trainer.max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
+    "trainer.default_hdfs_dir": "use trainer.default_local_dir",
+    "trainer.resource_pools": "not supported yet; all roles share the devices",
+    "global_profiler": "profiling is not supported; drop it",
+    "transfer_queue": "not supported; drop it",
+}
+
+
+def reason_for(key: str) -> str | None:
+    """Why a key of verl's is refused and what to do, by the longest prefix in the table; None for other keys."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        reason = FOREIGN_KEYS.get(".".join(parts[:length]))
+        if reason is not None:
+            return reason
+    return None

@@ -1,0 +1,77 @@
+"""The one container that goes through a step.
+
+Axes: B rows (responses), P prompt tokens (left-padded), R response tokens (right-padded). Padding columns exist on the
+wire only; the engines remove them.
+"""
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, tensorclass
+from torch import Tensor
+
+# Which stage of a step fills a field, for the message of a stage that finds it missing.
+PRODUCERS = {
+    "prompts": "stage 1 (data)",
+    "responses": "stage 2 (generate)",
+    "attention_mask": "stage 2 (generate)",
+    "response_mask": "stage 2 (generate)",
+    "loss_mask": "stage 2 (generate)",
+    "rollout_log_probs": "stage 2 (generate)",
+    "token_level_scores": "stage 3 (reward)",
+    "old_log_probs": "stage 4 (old log-probabilities)",
+    "entropys": "stage 4 (old log-probabilities)",
+    "ref_log_prob": "stage 5 (reference), which runs only if a KL is on",
+    "values": "stage 6 (critic), which runs only with algorithm.adv_estimator=gae",
+    "token_level_rewards": "stage 7 (KL in the reward)",
+    "advantages": "stage 8 (advantages)",
+    "returns": "stage 8 (advantages)",
+}
+
+
+@tensorclass(shadow=True)
+class PPOBatch:
+    """Prompts, responses and all that is computed from them, row by row. Absent fields are None.
+
+    Log-probabilities and entropies are in nats at the sampling temperature. Outside `response_mask` a [B, R] field
+    holds anything; every reader selects by mask.
+    """
+
+    uid: list  # [B] str, one per prompt; the responses to a prompt share it
+    extras: list  # [B] dict of the row: data_source, ground_truth, extra_info, prompt_index, sample_index
+    prompts: Tensor  # [B, P] int64
+    prompt_mask: Tensor  # [B, P] bool, false on the left padding
+    responses: Tensor | None = None  # [B, R] int64
+    attention_mask: Tensor | None = None  # [B, P+R] bool, true on all real tokens
+    response_mask: Tensor | None = None  # [B, R] bool, true where the policy produced the token
+    loss_mask: Tensor | None = None  # [B, R] bool, true where the actor loss counts the token
+    rollout_log_probs: Tensor | None = None  # [B, R] float32, by the sampler
+    token_level_scores: Tensor | None = None  # [B, R] float32, before the KL penalty
+    old_log_probs: Tensor | None = None  # [B, R] float32, by the actor before the update
+    entropys: Tensor | None = None  # [B, R] float32, of the actor before the update
+    ref_log_prob: Tensor | None = None  # [B, R] float32
+    values: Tensor | None = None  # [B, R] float32, of the state before each response token
+    token_level_rewards: Tensor | None = None  # [B, R] float32
+    advantages: Tensor | None = None  # [B, R] float32
+    returns: Tensor | None = None  # [B, R] float32
+
+
+def per_row(values: list) -> NonTensorStack:
+    """The per-row objects as a field of a batch, so that they are sliced and joined with the rows."""
+    return NonTensorStack(*values)
+
+
+def require(batch: PPOBatch, *fields: str) -> None:
+    """Check that earlier stages filled the fields.
+
+    Raises:
+        ValueError: a field is missing; the message names the stage that fills it.
+    """
+    for name in fields:
+        if getattr(batch, name) is None:
+            raise ValueError(f"batch has no {name!r}: it is filled by {PRODUCERS.get(name, 'an earlier stage')}")
+
+
+def real_lengths(batch: PPOBatch) -> np.ndarray:
+    """Real tokens of each row, prompt and response together: [B] int64."""
+    mask = batch.prompt_mask if batch.attention_mask is None else batch.attention_mask
+    return mask.sum(-1).cpu().numpy()

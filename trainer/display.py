@@ -1,0 +1,100 @@
+"""What a person sees while a run goes: a progress display on a terminal, one plain line a step elsewhere."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from trainer.plan import PlanLine
+
+# Metric and short name, in the order of a step's line; those that a run does not have are left out.
+STEP_LINE = (
+    ("critic/score/mean", "score"),
+    ("actor/pg_loss", "pg"),
+    ("actor/ppo_kl", "ppo_kl"),
+    ("actor/pg_clipfrac", "clip"),
+    ("actor/entropy", "entropy"),
+    ("actor/kl_loss", "kl_loss"),
+    ("actor/reward_kl_penalty", "reward_kl"),
+    ("critic/vf_loss", "vf"),
+    ("response_length/mean", "len"),
+    ("perf/throughput", "tok/s"),
+    ("timing_s/step", "s"),
+)
+
+
+class Display:
+    """All output of a run. Progress and notices go to stderr, results to stdout."""
+
+    def __init__(self, *, num_steps: int, console: bool) -> None:
+        self.out = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.num_steps = num_steps
+        self.lines = console
+        self.progress: Progress | None = None
+
+    def plan(self, lines: Sequence[PlanLine]) -> None:
+        """The batch plan."""
+        if not self.out.is_terminal:
+            for line in lines:
+                self.out.print(f"{line.what}: {line.figure} ({line.how})", markup=False)
+            return
+        table = Table("batch plan", "", "from", box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for line in lines:
+            table.add_row(line.what, line.figure, f"[dim]{escape(line.how)}[/dim]")
+        self.out.print(table)
+
+    def start(self, step: int) -> None:
+        """Begin to show progress, on a terminal."""
+        if self.err.is_terminal and self.lines:
+            self.progress = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[line]}"),
+                console=self.err, transient=True,
+            )  # fmt: skip
+            self.progress.add_task("train", total=self.num_steps, completed=step, line="")
+            self.progress.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+        figures = "  ".join(f"{short} {_figure(metrics[name])}" for name, short in STEP_LINE if name in metrics)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step, line=figures)
+        elif self.lines and "critic/score/mean" in metrics:
+            self.out.print(f"step {step}/{self.num_steps}  {figures}", markup=False)
+        validation = [f"{name} {_figure(value)}" for name, value in metrics.items() if name.startswith("val-core/")]
+        if validation:
+            self.say(f"validation after step {step}: {', '.join(validation)}")
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Some responses of a step."""
+        for sample in samples:
+            self.say(f"step {step} sample: {sample['prompt']!r} -> {sample['response']!r}  score {_figure(sample['score'])}")
+
+    def say(self, text: str) -> None:
+        """A line of result or progress."""
+        self.out.print(text, markup=False)
+
+    def notice(self, text: str) -> None:
+        """Something that the user should know of."""
+        self.err.print(f"[yellow]Notice:[/yellow] {escape(text)}")
+
+    def stop(self) -> None:
+        """End the progress display."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+def print_error(text: str) -> None:
+    """An error that ends the run, to stderr."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]Error:[/bold red] {escape(text)}")
+    sys.stderr.flush()
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

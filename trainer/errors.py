@@ -1,0 +1,59 @@
+"""Errors that end a run, each with the exit code of DESIGN section 9.
+
+An error of this kind is for the user: its text holds the full key or file, the value, the rule and the way out, and
+the CLI prints it without a traceback. Everything else is a fault of this code and rises with its traceback.
+"""
+
+
+class GovernorError(Exception):
+    """A run that cannot go on, told to the user in one message.
+
+    It carries its text alone, so that it survives pickling between Ray processes.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(GovernorError):
+    """The configuration is refused (exit 2)."""
+
+    exit_code = 2
+
+
+class DataError(GovernorError):
+    """A data file, a row or the tokenizer cannot be used (exit 3)."""
+
+    exit_code = 3
+
+
+class ResourceError(GovernorError):
+    """The cluster does not have what the run asks for (exit 4)."""
+
+    exit_code = 4
+
+
+class DivergedError(GovernorError):
+    """A number that must be finite is not (exit 5)."""
+
+    exit_code = 5
+
+
+class CheckpointError(GovernorError):
+    """No checkpoint can be used, or none can be written (exit 6)."""
+
+    exit_code = 6
+
+
+class WorkerLostError(GovernorError):
+    """A worker process died or does not answer (exit 7)."""
+
+    exit_code = 7
+
+
+class RewardError(GovernorError):
+    """A reward function raised, timed out or returned what is not a reward (exit 8)."""
+
+    exit_code = 8
+
+
+EXIT_CODES = {error.exit_code: error.__name__ for error in GovernorError.__subclasses__()}

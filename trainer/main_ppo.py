@@ -1,0 +1,348 @@
+"""One run from its configuration to its end: `run(config)`, and `python -m trainer.main_ppo key=value …`."""
+
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from config.load import to_plain
+from config.rules import notices
+from config.schema import GovernorConfig
+from trainer.batch import PPOBatch
+from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.data.dataset import PromptDataset, load_dataset, steps_per_epoch
+from trainer.data.tokenizer import PolicyTokenizer, load_tokenizer
+from trainer.display import Display
+from trainer.errors import ConfigError, DataError, GovernorError
+from trainer.metrics import Metrics
+from trainer.plan import batch_plan
+from trainer.random_model import build_random_model
+from trainer.run_dir import RunDir, last_step
+from trainer.samples import sample_rows
+from trainer.tracking import Trackers
+
+SHOWN_SAMPLES = 2
+
+
+class FileRecord:
+    """A run's record: series in the run directory, trackers, the terminal."""
+
+    def __init__(self, run_dir: RunDir, trackers: Trackers, display: Display, tokenizer: Any) -> None:
+        self.run_dir, self.trackers, self.display, self.tokenizer = run_dir, trackers, display, tokenizer
+
+    def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
+        """One line per update in `updates.jsonl`."""
+        lines = [{"step": step, "role": role, "update": i, **update} for i, update in enumerate(updates)]
+        self.run_dir.append("updates.jsonl", lines)
+
+    def samples(self, step: int, batch: PPOBatch, scored: list[Any]) -> None:
+        """Some responses in `samples.jsonl`, fewer on the terminal."""
+        rows = sample_rows(step, batch, scored, self.tokenizer)
+        self.run_dir.append("samples.jsonl", rows)
+        self.display.samples(step, rows[:SHOWN_SAMPLES])
+
+    def metrics(self, step: int, metrics: Metrics) -> None:
+        """One line in `metrics.jsonl`, the trackers, the terminal."""
+        self.run_dir.append("metrics.jsonl", [{"step": step, **metrics}])
+        self.trackers.log(metrics, step)
+        self.display.step(step, metrics)
+
+
+class StopSignals:
+    """INT and TERM: the first asks the run to stop after its step, the second ends the process at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: Any) -> None:
+        if self.received is not None:
+            sys.exit(128 + number)
+        self.received = number
+        self.say(f"{signal.Signals(number).name}: this step is finished and saved, then the run stops; once more ends it at once")
+
+
+def run(config: GovernorConfig) -> int:
+    """Train, and return the exit code: 0, or 130 and 143 when a signal stopped the run.
+
+    Raises:
+        GovernorError: the run could not go on; `run.json` says so too.
+    """
+    run_dir = RunDir(Path(config.trainer.default_local_dir).resolve())
+    run_dir.acquire()
+    display = Display(num_steps=0, console="console" in config.trainer.logger)
+    try:
+        with StopSignals(display.notice) as signals:
+            code = _run(config, run_dir, display, signals)
+    except BaseException as error:
+        display.stop()
+        code = error.exit_code if isinstance(error, GovernorError) else 1
+        if run_dir.has_run():
+            run_dir.write_state("failed", exit_code=code, reason=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        run_dir.release()
+    return code
+
+
+def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: StopSignals) -> int:
+    """The parts of a run in order: old run, model, data, workers, steps."""
+    checkpoint = _prepare_folder(config, run_dir, display)
+    for notice in notices(config):
+        display.notice(notice)
+    path = _model_path(config, run_dir)
+    tokenizer = load_tokenizer(path, config.actor_rollout_ref.model)
+    for notice in tokenizer.notices:
+        display.notice(notice)
+    train_set, val_set = _load_data(config, tokenizer, display)
+    num_steps = _num_steps(config, train_set)
+    display.num_steps = num_steps
+    done = checkpoint.step if checkpoint else 0
+    finished = done >= num_steps and last_step(run_dir.read("metrics.jsonl")) >= num_steps
+    if finished and not config.trainer.val_only:
+        display.say(
+            f"{run_dir.root} has its {num_steps} steps already. For more, raise trainer.total_training_steps or trainer.total_epochs; "
+            "for a new run, give it another trainer.experiment_name."
+        )
+        return 0
+    if checkpoint is not None:
+        _check_data(checkpoint, train_set)
+    run_dir.cut_back(done)
+    recorded = last_step(run_dir.read("metrics.jsonl"))
+    run_dir.write_config(config)
+    run_dir.write_state("running", exit_code=None, reason=None, seed=config.data.seed)
+    display.plan(batch_plan(config, num_train_rows=len(train_set), num_steps=num_steps))
+
+    trackers = _make_trackers(config, run_dir, display)
+    run_dir.write_state("running", tracker_ids=trackers.run_ids())
+    record = FileRecord(run_dir, trackers, display, tokenizer.tokenizer)
+    try:
+        complete = _train(config, run_dir, display, signals, record, checkpoint, recorded, path, tokenizer, train_set, val_set, num_steps)
+    finally:
+        display.stop()
+        trackers.close()
+    if complete:
+        run_dir.write_state("done", exit_code=0, reason=None)
+        display.say(f"Done: {run_dir.root}")
+        return 0
+    assert signals.received is not None
+    code = 128 + signals.received
+    run_dir.write_state("stopped", exit_code=code, reason=signal.Signals(signals.received).name)
+    display.say(f"Stopped and saved: {run_dir.root}. The same command goes on from here.")
+    return code
+
+
+def _train(
+    config: GovernorConfig,
+    run_dir: RunDir,
+    display: Display,
+    signals: StopSignals,
+    record: FileRecord,
+    checkpoint: Checkpoint | None,
+    last_recorded_step: int,
+    path: str,
+    tokenizer: PolicyTokenizer,
+    train_set: PromptDataset,
+    val_set: PromptDataset | None,
+    num_steps: int,
+) -> bool:
+    """Start Ray and the workers, and run the steps that are left; False if a signal stopped them."""
+    import ray
+
+    from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
+    from trainer.ray_session import start_ray
+    from workers.actor import PolicySpec
+    from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
+    from workers.pool import PoolSpec, ResourcePool
+    from workers.reward.group import RewardGroup
+
+    store = CheckpointStore(run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep)
+    started_ray = start_ray(config)
+    pool: ResourcePool | None = None
+    try:
+        trainer_config = config.trainer
+        reward = RewardGroup(
+            config.reward, tokenizer.tokenizer, tokenizer.eos_token_ids, log_dir=str(run_dir.root / "logs")
+        )
+        pool = ResourcePool(
+            PoolSpec(
+                nnodes=trainer_config.nnodes,
+                devices_per_node=trainer_config.n_gpus_per_node,
+                device=_device(config),
+                cpu_threads=trainer_config.cpu_threads,
+                timeout_s=config.actor_rollout_ref.nccl_timeout,
+                placement_timeout_s=trainer_config.placement_timeout_s,
+                log_dir=str(run_dir.root / "logs"),
+            )
+        )
+        start = str(checkpoint.folder / "actor") if checkpoint else path
+        tokens = {"eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
+        roles = config.actor_rollout_ref
+        groups = WorkerGroups(
+            actor_rollout=ActorRolloutGroup(pool, roles, PolicySpec(path=start, **tokens)),
+            reward=reward,
+            reference=ReferenceGroup(pool, roles, PolicySpec(path=path, **tokens)) if config.uses_reference else None,
+            critic=_critic(config, pool, checkpoint, path, CriticGroup) if config.uses_critic else None,
+        )
+        trainer = RayPPOTrainer(
+            config,
+            groups=groups,
+            train_set=train_set,
+            val_set=val_set,
+            pad_token_id=tokenizer.pad_token_id,
+            num_steps=num_steps,
+            record=record,
+            checkpoints=store,
+            save_rng=pool.save_rng,
+            memory=pool.memory,
+            should_stop=lambda: signals.received is not None,
+        )
+        if checkpoint is not None:
+            pool.load_rng(str(checkpoint.folder))
+            trainer.resume(checkpoint, last_recorded_step=last_recorded_step)
+        display.start(trainer.step)
+        return trainer.fit()
+    finally:
+        if pool is not None:
+            pool.shutdown()
+        if started_ray:
+            ray.shutdown()
+
+
+def _critic(config: GovernorConfig, pool: Any, checkpoint: Checkpoint | None, path: str, group: Any) -> Any:
+    start = str(checkpoint.folder / "critic") if checkpoint else (config.critic.model.path or path)
+    return group(
+        pool, config.critic, start, seed=config.data.seed, max_response_length=config.data.max_response_length
+    )
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _prepare_folder(config: GovernorConfig, run_dir: RunDir, display: Display) -> Checkpoint | None:
+    """Settle what an old run in the folder means: none, moved aside, or gone on with from its newest valid checkpoint."""
+    if run_dir.has_run():
+        if config.trainer.resume_mode == "disable":
+            display.say(f"The old run was moved to {run_dir.move_aside()}")
+        else:
+            run_dir.check_changes(config)
+    store = CheckpointStore(run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep)
+    checkpoint, reasons = store.newest_valid()
+    for reason in reasons:
+        display.notice(f"This checkpoint is passed over: {reason}")
+    if checkpoint is not None:
+        display.say(f"Going on from step {checkpoint.step}: {checkpoint.folder}")
+    return checkpoint
+
+
+def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
+    """The folder of the policy's first weights; built in the run directory where the configuration names none.
+
+    Raises:
+        ConfigError: the folder is not one of a model.
+    """
+    model = config.actor_rollout_ref.model
+    if model.path is None:
+        folder = run_dir.root / "model"
+        build_random_model(model.random_init, folder, seed=config.data.seed)
+        return str(folder)
+    for key, path in (("actor_rollout_ref.model.path", model.path), ("critic.model.path", config.critic.model.path or model.path)):
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "
+                "local folder, for example one made by scripts/prepare_smollm2.py."
+            )
+    return model.path
+
+
+def _load_data(
+    config: GovernorConfig, tokenizer: PolicyTokenizer, display: Display
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and validation prompts.
+
+    Raises:
+        DataError: rows that cannot be used, too few of them, or a data source that nothing can score.
+    """
+    from workers.reward.scorers import SCORERS
+
+    data = config.data
+    train_set = load_dataset(data, "train", tokenizer)
+    has_val = bool(data.val_files or data.generator.name)
+    val_set = load_dataset(data, "val", tokenizer) if has_val else None
+    for name, dataset in (("training", train_set), ("validation", val_set)):
+        if dataset is None:
+            continue
+        if dataset.num_filtered or dataset.num_truncated:
+            display.notice(
+                f"Of the {name} prompts {dataset.num_filtered} were longer than data.max_prompt_length={data.max_prompt_length} "
+                f"and left out, {dataset.num_truncated} cut ({data.truncation})."
+            )
+        unknown = {row.data_source: row.where for row in dataset.rows if row.data_source not in SCORERS}
+        if unknown and config.reward.custom_reward_function.path is None:
+            source, where = next(iter(unknown.items()))
+            raise DataError(
+                f"{where}: no built-in scorer for data source {source!r} (there are {', '.join(sorted(SCORERS))}); set "
+                "reward.custom_reward_function.path and .name"
+            )
+    if len(train_set) < data.train_batch_size:
+        raise DataError(
+            f"{len(train_set)} training prompts do not fill one step of data.train_batch_size={data.train_batch_size}; "
+            "lower it, or add rows"
+        )
+    return train_set, val_set
+
+
+def _num_steps(config: GovernorConfig, train_set: PromptDataset) -> int:
+    trainer = config.trainer
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    return trainer.total_epochs * steps_per_epoch(len(train_set), config.data.train_batch_size)
+
+
+def _check_data(checkpoint: Checkpoint, train_set: PromptDataset) -> None:
+    if checkpoint.state()["data"]["fingerprint"] != train_set.fingerprint():
+        raise DataError(
+            f"{checkpoint.folder} was trained on other prompts than the files now hold; bring the old files back, or start "
+            "a new run with another trainer.experiment_name"
+        )
+
+
+def _make_trackers(config: GovernorConfig, run_dir: RunDir, display: Display) -> Trackers:
+    import json
+
+    known = json.loads((run_dir.root / "run.json").read_text(encoding="utf-8"))
+    run_ids: Mapping[str, str] = known.get("tracker_ids") or {}
+    return Trackers(
+        config.trainer.logger,
+        project=config.trainer.project_name,
+        name=config.trainer.experiment_name,
+        root=run_dir.root,
+        run_ids=run_ids,
+        config=to_plain(config),
+        warn=display.notice,
+    )
+
+
+def _device(config: GovernorConfig) -> str:
+    import ray
+
+    if config.trainer.device != "auto":
+        return config.trainer.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+if __name__ == "__main__":
+    from trainer.cli import main
+
+    sys.exit(main(["train", *sys.argv[1:]]))

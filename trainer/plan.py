@@ -1,0 +1,49 @@
+"""What a configuration means in rows, updates, micro-batches and tokens, shown as a table at start."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from config.schema import GovernorConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """One line of the table."""
+
+    what: str
+    figure: str
+    how: str
+
+
+def batch_plan(config: GovernorConfig, *, num_train_rows: int, num_steps: int) -> list[PlanLine]:
+    """The lines of the batch plan."""
+    return list(_lines(config, num_train_rows, num_steps))
+
+
+def _lines(config: GovernorConfig, num_train_rows: int, num_steps: int) -> Iterator[PlanLine]:
+    data, rollout, actor = config.data, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    rows, devices = data.train_batch_size * rollout.n, config.num_devices
+    epochs = num_steps * data.train_batch_size / num_train_rows
+    yield PlanLine("training steps", str(num_steps), f"{num_train_rows} prompts, {epochs:.3g} epochs of them")
+    yield PlanLine("responses per step", str(rows), f"train_batch_size {data.train_batch_size} x rollout.n {rollout.n}")
+    yield PlanLine("devices", str(devices), f"nnodes {config.trainer.nnodes} x n_gpus_per_node {config.trainer.n_gpus_per_node}")
+    longest = data.max_prompt_length + data.max_response_length
+    yield PlanLine("longest row", f"{longest} tokens", f"prompt {data.max_prompt_length} + response {data.max_response_length}")
+    roles = [("actor", actor)] + ([("critic", config.critic)] if config.uses_critic else [])
+    for name, role in roles:
+        updates = data.train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs
+        share = role.ppo_mini_batch_size * rollout.n // devices
+        yield PlanLine(
+            f"{name} updates per step",
+            str(updates),
+            f"mini-batches of {role.ppo_mini_batch_size} prompts, {role.ppo_mini_batch_size * rollout.n} rows; ppo_epochs {role.ppo_epochs}",
+        )
+        if role.use_dynamic_bsz:
+            budget = role.ppo_max_token_len_per_gpu
+            micro = f"{-(-share * longest // budget)} or fewer" if share else "0"
+            how = f"{share} rows per device, at most {budget} tokens each"
+        else:
+            size = min(role.ppo_micro_batch_size_per_gpu or share, share)
+            micro = str(-(-share // size))
+            how = f"{share} rows per device, at most {size} each ({size * longest} tokens)"
+        yield PlanLine(f"{name} micro-batches per update", micro, how)

@@ -1,0 +1,333 @@
+"""`RayPPOTrainer`: the controller that runs PPO step by step over its worker groups."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from config.schema import GovernorConfig, OptimConfig
+from trainer.batch import PPOBatch, require
+from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.data.dataset import PromptDataset, batch_indexes
+from trainer.errors import DivergedError
+from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, timing_metrics, update_metrics
+from trainer.ppo.advantages import compute_advantages
+from trainer.ppo.core_algos import apply_kl_penalty, get_kl_controller
+from trainer.ppo.validation import ValSample, validation_metrics
+from workers.engine.schedule import lr_multiplier
+from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup, UpdateContext
+from workers.reward.group import RewardGroup, ScoredText
+from workers.rollout.sampling import TRAIN, VALIDATION, SamplingParams
+
+
+@dataclass(slots=True)
+class WorkerGroups:
+    """The roles of a run; None for one that its configuration does not use."""
+
+    actor_rollout: ActorRolloutGroup
+    reward: RewardGroup
+    reference: ReferenceGroup | None
+    critic: CriticGroup | None
+
+
+class RunRecord(Protocol):
+    """Where a run's figures go: files, trackers, the terminal."""
+
+    def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
+        """Each update of a role in a step."""
+
+    def samples(self, step: int, batch: PPOBatch, scored: list[ScoredText]) -> None:
+        """Some responses of a step."""
+
+    def metrics(self, step: int, metrics: Metrics) -> None:
+        """A finished step's metrics."""
+
+
+class RayPPOTrainer:
+    """Runs the steps of DESIGN section 3: rollout, reward, log-probabilities, KL, advantages, updates, records."""
+
+    def __init__(
+        self,
+        config: GovernorConfig,
+        *,
+        groups: WorkerGroups,
+        train_set: PromptDataset,
+        val_set: PromptDataset | None,
+        pad_token_id: int,
+        num_steps: int,
+        record: RunRecord,
+        checkpoints: CheckpointStore,
+        save_rng: Callable[[str], None] = lambda folder: None,
+        memory: Callable[[], dict[str, float]] = dict,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.train_set, self.val_set = train_set, val_set
+        self.pad_token_id = pad_token_id
+        self.num_steps = num_steps
+        self.record = record
+        self.checkpoints = checkpoints
+        self.save_rng = save_rng
+        self.memory = memory
+        self.should_stop = should_stop
+        self.kl_ctrl = get_kl_controller(**_fields(config.algorithm.kl_ctrl))
+        self.step = 0
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> bool:
+        """Run the steps that are left; False if a signal asked to stop before the last, True at the end."""
+        trainer = self.config.trainer
+        if self.step == 0 and self.val_set is not None and (trainer.val_before_train or trainer.val_only):
+            self.record.metrics(0, self.validate())
+        if trainer.val_only:
+            return True
+        while self.step < self.num_steps:
+            self.step += 1
+            metrics = self.train_step()
+            last, stopping = self.step == self.num_steps, self.should_stop()
+            save_due = trainer.save_freq > 0 and (last or _due(self.step, trainer.save_freq))
+            self.finish_step(metrics, save=save_due or (stopping and not last))
+            if stopping and not last:
+                return False
+        return True
+
+    def train_step(self) -> Metrics:
+        """Stages 1 to 9: one batch from prompts to updated policy; what happened, as metrics."""
+        config, groups, timer = self.config, self.groups, Timer()
+        metrics: Metrics = {}
+        with timer.part("step"):
+            # 1. Prompts, each rollout.n times.
+            batch = self.next_prompts()
+            # 2. Responses.
+            with timer.part("gen"):
+                batch = groups.actor_rollout.generate(
+                    batch, params=self.sampling(), max_tokens=config.data.max_response_length, seed=config.data.seed,
+                    step=self.step, stream=TRAIN,
+                )  # fmt: skip
+            # 3. Rewards.
+            with timer.part("reward"):
+                scored = groups.reward.compute_scores(batch)
+            # 4. Log-probabilities of the policy that is about to change.
+            with timer.part("old_log_prob"):
+                batch = groups.actor_rollout.compute_log_prob(batch)
+                self.require_finite(batch, "old_log_probs")
+            # 5. The reference's.
+            if groups.reference is not None:
+                with timer.part("ref"):
+                    batch = groups.reference.compute_ref_log_prob(batch)
+                    self.require_finite(batch, "ref_log_prob")
+            # 6. Values.
+            if groups.critic is not None:
+                with timer.part("values"):
+                    batch = groups.critic.compute_values(batch)
+                    self.require_finite(batch, "values")
+            with timer.part("adv"):
+                # 7. KL in the reward.
+                metrics |= self.apply_kl(batch)
+                # 8. Advantages and returns.
+                self.compute_advantages(batch)
+            # 9. Updates.
+            if groups.critic is not None:
+                with timer.part("update_critic"):
+                    metrics |= self.update_critic(batch, groups.critic)
+            if self.step > config.trainer.critic_warmup:
+                with timer.part("update_actor"):
+                    metrics |= self.update_actor(batch)
+        if _due(self.step, config.trainer.sample_freq):
+            self.record.samples(self.step, batch, scored)
+        metrics |= data_metrics(
+            batch,
+            max_response_length=config.data.max_response_length,
+            max_prompt_length=config.data.max_prompt_length,
+            ended=[item.ended for item in scored],
+        )
+        metrics |= extra_metrics([item.reward.extra for item in scored])
+        metrics |= timing_metrics(timer, batch, num_devices=config.num_devices)
+        metrics |= {"training/global_step": self.step, "training/epoch": self.epoch()}
+        return metrics
+
+    def finish_step(self, metrics: Metrics, *, save: bool) -> None:
+        """Stage 10: checkpoint if due, weights to the rollout, validation if due, metrics out."""
+        test_freq, timer, last = self.config.trainer.test_freq, Timer(), self.step == self.num_steps
+        if save:
+            with timer.part("save_checkpoint"):
+                self.save_checkpoint(metrics)
+        with timer.part("update_weights"):
+            self.groups.actor_rollout.update_weights()
+        if self.val_set is not None and test_freq > 0 and (last or _due(self.step, test_freq)):
+            with timer.part("testing"):
+                metrics = metrics | self.validate()
+        memory = {f"perf/{name}": value for name, value in self.memory().items()}
+        self.record.metrics(self.step, metrics | memory | {f"timing_s/{name}": s for name, s in timer.seconds.items()})
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    def next_prompts(self) -> PPOBatch:
+        """Stage 1: the step's prompts, in the order of (seed, epoch, position)."""
+        data = self.config.data
+        indexes = batch_indexes(
+            self.step, num_rows=len(self.train_set), batch_size=data.train_batch_size, seed=data.seed, shuffle=data.shuffle
+        )
+        samples = self.config.actor_rollout_ref.rollout.n
+        return self.train_set.batch(indexes.tolist(), step=self.step, samples=samples, pad_token_id=self.pad_token_id)
+
+    def sampling(self) -> SamplingParams:
+        """How training samples."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
+
+    def apply_kl(self, batch: PPOBatch) -> Metrics:
+        """Stage 7: `token_level_rewards`, with the KL to the reference taken off if asked; moves the KL controller."""
+        require(batch, "token_level_scores", "old_log_probs", "response_mask")
+        assert batch.token_level_scores is not None
+        assert batch.old_log_probs is not None
+        assert batch.response_mask is not None
+        algorithm = self.config.algorithm
+        if not algorithm.use_kl_in_reward:
+            batch.token_level_rewards = batch.token_level_scores
+            return {}
+        require(batch, "ref_log_prob")
+        assert batch.ref_log_prob is not None
+        beta = self.kl_ctrl.value
+        result = apply_kl_penalty(
+            token_level_scores=batch.token_level_scores,
+            old_log_probs=batch.old_log_probs,
+            ref_log_prob=batch.ref_log_prob,
+            response_mask=batch.response_mask,
+            beta=beta,
+            penalty=algorithm.kl_penalty,
+        )
+        batch.token_level_rewards = result.token_level_rewards
+        self.kl_ctrl.update(result.mean_kl, result.num_rows)
+        return {"actor/reward_kl_penalty": result.mean_kl, "actor/reward_kl_penalty_coeff": beta}
+
+    def compute_advantages(self, batch: PPOBatch) -> None:
+        """Stage 8: `advantages` and `returns`."""
+        assert batch.token_level_rewards is not None
+        assert batch.response_mask is not None
+        algorithm = self.config.algorithm
+        result = compute_advantages(
+            algorithm.adv_estimator,
+            token_level_rewards=batch.token_level_rewards,
+            response_mask=batch.response_mask,
+            uid=batch.uid,
+            values=batch.values,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        )
+        batch.advantages, batch.returns = result.advantages, result.returns
+        self.require_finite(batch, "advantages")
+        self.require_finite(batch, "returns")
+
+    def update_critic(self, batch: PPOBatch, critic: CriticGroup) -> Metrics:
+        """Stage 9, critic."""
+        lr = self.learning_rate(self.config.critic.optim, first_step=0)
+        updates = critic.update_critic(batch, UpdateContext(seed=self.config.data.seed, step=self.step, lr=lr))
+        self.record.updates(self.step, "critic", updates)
+        return update_metrics(updates) | {"critic/lr": lr}
+
+    def update_actor(self, batch: PPOBatch) -> Metrics:
+        """Stage 9, actor."""
+        actor = self.config.actor_rollout_ref.actor
+        lr = self.learning_rate(actor.optim, first_step=self.config.trainer.critic_warmup)
+        context = UpdateContext(seed=self.config.data.seed, step=self.step, lr=lr)
+        updates = self.groups.actor_rollout.update_actor(batch, context)
+        self.record.updates(self.step, "actor", updates)
+        metrics = update_metrics(updates) | {"actor/lr": lr}
+        return metrics | {"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else metrics
+
+    def learning_rate(self, optim: OptimConfig, *, first_step: int) -> float:
+        """The rate of this step; the schedule begins after `first_step` steps."""
+        step, total = self.step - 1 - first_step, self.num_steps - first_step
+        return optim.lr * lr_multiplier(step, total_steps=total, optim=optim)
+
+    def epoch(self) -> int:
+        """The epoch of this step, from 0."""
+        return (self.step - 1) // (len(self.train_set) // self.config.data.train_batch_size)
+
+    def require_finite(self, batch: PPOBatch, field: str) -> None:
+        """Check a field under the response mask.
+
+        Raises:
+            DivergedError: a value is NaN or infinite; names field, step and prompt.
+        """
+        values, mask = getattr(batch, field), batch.response_mask
+        assert mask is not None
+        bad: Tensor = mask & ~torch.isfinite(values)
+        if bool(bad.any()):
+            row, token = (int(i) for i in bad.nonzero()[0])
+            raise DivergedError(
+                f"step {self.step}: {field} is {float(values[row, token])} at token {token} of a response to prompt "
+                f"{batch.uid[row]} (data row {batch.extras[row]['prompt_index'] + 1})"
+            )
+
+    # --- validation --------------------------------------------------------------------------------------------------
+
+    def validate(self) -> Metrics:
+        """Figures of the whole validation set; no row is dropped or counted twice."""
+        assert self.val_set is not None
+        data, kwargs = self.config.data, self.config.actor_rollout_ref.rollout.val_kwargs
+        params = SamplingParams(
+            temperature=kwargs.temperature if kwargs.do_sample else 0.0, top_k=kwargs.top_k, top_p=kwargs.top_p, min_p=kwargs.min_p
+        )
+        size = data.val_batch_size or len(self.val_set)
+        samples: list[ValSample] = []
+        for start in range(0, len(self.val_set), size):
+            indexes = range(start, min(start + size, len(self.val_set)))
+            batch = self.val_set.batch(indexes, step=self.step, samples=kwargs.n, pad_token_id=self.pad_token_id)
+            batch = self.groups.actor_rollout.generate(
+                batch, params=params, max_tokens=data.max_response_length, seed=data.seed, step=self.step, stream=VALIDATION
+            )
+            scored = self.groups.reward.compute_scores(batch)
+            samples += [
+                ValSample(data_source=extras["data_source"], uid=uid, score=item.reward.score, extra=item.reward.extra)
+                for uid, extras, item in zip(batch.uid, batch.extras, scored, strict=True)
+            ]
+        return validation_metrics(samples)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, metrics: Metrics) -> None:
+        """Write all that the next step depends on. `metrics` are of the step so far, for a resume before they are out."""
+
+        def write(folder: Path) -> None:
+            self.groups.actor_rollout.save(str(folder))
+            if self.groups.critic is not None:
+                self.groups.critic.save(str(folder))
+            self.save_rng(str(folder))
+
+        state = {
+            "step": self.step,
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "data": {"fingerprint": self.train_set.fingerprint(), "seed": self.config.data.seed},
+            "metrics": metrics,
+        }
+        self.checkpoints.save(self.step, write, state, {"world_size": self.config.num_devices})
+
+    def resume(self, checkpoint: Checkpoint, *, last_recorded_step: int) -> None:
+        """Go on from a checkpoint whose weights the groups were built from.
+
+        A kill between checkpoint and metrics leaves the step's record open: its stage 10 is done again.
+        """
+        folder, state = str(checkpoint.folder), checkpoint.state()
+        self.step = checkpoint.step
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.groups.actor_rollout.load_optimizer(folder)
+        if self.groups.critic is not None:
+            self.groups.critic.load_optimizer(folder)
+        if last_recorded_step < self.step:
+            self.finish_step(state["metrics"], save=False)
+
+
+def _due(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__slots__}

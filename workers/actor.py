@@ -1,0 +1,171 @@
+"""The actor-rollout role: the policy that is trained, and its copy that decodes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from config.schema import ActorRolloutRefConfig
+from trainer.batch import PPOBatch
+from trainer.errors import DivergedError
+from trainer.ppo.core_algos import LossCounts
+from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
+from workers.engine.models import TORCH_DTYPES, PolicyModel, load_model
+from workers.engine.pieces import Piece, make_piece
+from workers.losses import LossShare, ppo_loss
+from workers.rollout.hf import HFRollout
+from workers.rollout.sampling import SamplingParams, uniform_numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpec:
+    """Which weights a policy starts from, and the tokens that end and pad a response."""
+
+    path: str
+    eos_token_ids: list[int]
+    pad_token_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalUpdate:
+    """One update as a rank sees it: its micro-batches of rows of its own batch, and the whole mini-batch's counts."""
+
+    counts: LossCounts
+    micro_batches: list[np.ndarray]
+
+
+def load_policy(spec: PolicySpec, config: ActorRolloutRefConfig, context: DeviceContext, fsdp, optim) -> FSDPEngine:  # noqa: ANN001
+    """An engine over the policy's weights, trained (`optim`) or not (None)."""
+    module = PolicyModel.load(
+        spec.path,
+        dtype=torch.float64 if fsdp.dtype == "float64" else torch.float32,
+        override_config=config.model.override_config,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return FSDPEngine(module, context=context, config=fsdp, optim=optim)
+
+
+@torch.no_grad()
+def score_tokens(
+    engine: FSDPEngine, batch: PPOBatch, micro_batches: Sequence[np.ndarray], *, temperature: float, with_entropy: bool
+) -> dict[str, Tensor]:
+    """`log_prob`, and `entropy` if asked, of the batch's responses by the engine's policy: each [B, R] float32 on CPU."""
+    assert batch.responses is not None
+    names = ("log_prob", "entropy") if with_entropy else ("log_prob",)
+    dtype = torch.float64 if next(engine.module.parameters()).dtype == torch.float64 else torch.float32
+    out = {name: torch.zeros(batch.responses.shape, dtype=dtype) for name in names}
+    for rows in micro_batches:
+        piece = make_piece(batch, rows, engine.context.device)
+        values = engine.module(piece.input_ids, piece.positions, piece.labels, temperature, with_entropy)
+        if len(rows):
+            for name, value in zip(names, values, strict=False):
+                out[name][torch.from_numpy(rows)] = piece.widen(value).cpu()
+    return out
+
+
+def require_finite(values: Tensor, mask: Tensor, batch: PPOBatch, what: str) -> None:
+    """Check values [b, R] under a mask.
+
+    Raises:
+        DivergedError: one is NaN or infinite; the message names the row's prompt.
+    """
+    bad = mask.bool() & ~torch.isfinite(values)
+    if bool(bad.any()):
+        row, token = (int(i) for i in bad.nonzero()[0])
+        raise DivergedError(f"{what} is {float(values[row, token])} at token {token} of a response to prompt {batch.uid[row]}")
+
+
+class ActorRollout:
+    """One rank of the actor-rollout role."""
+
+    def __init__(self, context: DeviceContext, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
+        self.context = context
+        self.config = config
+        actor, rollout = config.actor, config.rollout
+        self.engine = load_policy(spec, config, context, actor.fsdp_config, actor.optim)
+        sampler = load_model(
+            AutoModelForCausalLM,
+            spec.path,
+            dtype=TORCH_DTYPES[rollout.dtype],
+            override_config=config.model.override_config,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self.rollout = HFRollout(
+            sampler,
+            eos_token_ids=spec.eos_token_ids,
+            pad_token_id=spec.pad_token_id,
+            max_num_seqs=rollout.max_num_seqs,
+            device=context.device,
+        )
+
+    def generate(
+        self, batch: PPOBatch, *, params: SamplingParams, max_tokens: int, seed: int, step: int, stream: int
+    ) -> dict[str, Tensor]:
+        """`responses`, `response_mask` and `rollout_log_probs` [B, R] for the batch's prompts."""
+        uniform = uniform_numbers(
+            seed=seed,
+            step=step,
+            stream=stream,
+            prompt_index=[row["prompt_index"] for row in batch.extras],
+            sample_index=[row["sample_index"] for row in batch.extras],
+            num_tokens=max_tokens,
+        )
+        out = self.rollout.generate(batch.prompts, batch.prompt_mask, uniform, params=params, max_tokens=max_tokens)
+        return {"responses": out.tokens, "response_mask": out.mask, "rollout_log_probs": out.log_probs}
+
+    def compute_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
+        """`old_log_probs` and `entropys` [B, R] of the batch's responses by the policy as it is."""
+        out = score_tokens(
+            self.engine, batch, micro_batches, temperature=self.config.rollout.temperature, with_entropy=True
+        )
+        return {"old_log_probs": out["log_prob"], "entropys": out["entropy"]}
+
+    def update(self, batch: PPOBatch, updates: list[LocalUpdate], lr: float) -> list[UpdateOutcome]:
+        """The updates, in order."""
+        return [
+            self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.actor.grad_clip)
+            for update in updates
+        ]
+
+    def _shares(self, batch: PPOBatch, update: LocalUpdate) -> Iterator[LossShare]:
+        for rows in update.micro_batches:
+            yield self._loss(make_piece(batch, rows, self.context.device), update.counts)
+
+    def _loss(self, piece: Piece, counts: LossCounts) -> LossShare:
+        actor = self.config.actor
+        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0
+        log_prob, entropy = self.engine.module(
+            piece.input_ids, piece.positions, piece.labels, self.config.rollout.temperature, with_entropy
+        )
+        rows = piece.batch
+        assert rows.old_log_probs is not None
+        assert rows.advantages is not None
+        assert rows.loss_mask is not None
+        log_prob = piece.widen(log_prob)
+        require_finite(log_prob.detach(), rows.loss_mask, rows, "the policy's log-probability")
+        return ppo_loss(
+            log_prob=log_prob,
+            entropy=None if entropy is None else piece.widen(entropy),
+            old_log_probs=rows.old_log_probs,
+            ref_log_prob=rows.ref_log_prob,
+            advantages=rows.advantages,
+            loss_mask=rows.loss_mask,
+            counts=counts,
+            config=actor,
+        )
+
+    def update_weights(self) -> None:
+        """Bring the trained weights into the sampler. A collective."""
+        self.rollout.load_weights(self.engine.full_weights())
+
+    def save(self, folder: str) -> None:
+        """Write `actor/` and its optimizer into a checkpoint's folder. A collective; rank 0 writes."""
+        self.engine.save(Path(folder), "actor")
+
+    def load_optimizer(self, folder: str) -> None:
+        """Go on from a checkpoint's optimizer; its weights are what `PolicySpec.path` named."""
+        self.engine.load_optimizer(Path(folder) / "actor_optimizer.safetensors")

@@ -1,0 +1,81 @@
+"""The models that the engines run, over Hugging Face models: log-probabilities and values of response tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def load_model(
+    kind: type, path: str, *, dtype: torch.dtype, override_config: dict[str, Any], trust_remote_code: bool, **extra: Any
+) -> Any:
+    """A Hugging Face model on the CPU, in evaluation mode: dropout is off for good, gradients flow all the same.
+
+    `kind` is an Auto class. The weights keep `dtype`, whatever the file holds.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **override_config, **extra)
+    model = kind.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+    )
+    return model.eval()
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that returns log-probabilities and entropies of given tokens, not logits.
+
+    Only the hidden states that predict a response token reach the output layer, by a hook on its input; all that the
+    model does to the logits afterwards (scaling, capping) stays.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._positions: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
+
+    @classmethod
+    def load(cls, path: str, **kwargs: Any) -> "PolicyModel":
+        """From a Hugging Face folder; the arguments are those of `load_model`."""
+        return cls(load_model(AutoModelForCausalLM, path, **kwargs))
+
+    def _select_positions(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = args
+        assert self._positions is not None
+        index = self._positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        return (hidden.gather(1, index), *rest)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability, and entropy if asked, of the labels [b, T] in nats at the temperature.
+
+        input_ids [b, L] right-padded; positions [b, T] the columns whose output predicts the labels.
+        """
+        self._positions = positions
+        logits = self.model(input_ids=input_ids, use_cache=False).logits
+        log_prob = log_prob_from_logits(logits, labels, temperature)
+        return log_prob, entropy_from_logits(logits, temperature) if with_entropy else None
+
+
+class ValueModel(nn.Module):
+    """A transformer with a one-number head: the value of the state before each response token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @classmethod
+    def load(cls, path: str, **kwargs: Any) -> "ValueModel":
+        """From a Hugging Face folder of either kind: a causal model gets a new head, a saved critic keeps its own."""
+        return cls(load_model(AutoModelForTokenClassification, path, num_labels=1, **kwargs))
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Values [b, T] float32 at the columns `positions` [b, T] of input_ids [b, L]."""
+        values = self.model(input_ids=input_ids, use_cache=False).logits.squeeze(-1)
+        values = values.gather(1, positions)
+        return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,221 @@
+"""Typed clients of the roles: what `RayPPOTrainer` calls.
+
+A call deals the batch's rows out over the ranks, and puts the results back in the order of the rows. Everything that
+depends on the whole batch (shares, micro-batches, counts) is decided here, on the driver, by pure functions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from config.schema import ActorRolloutRefConfig, CriticConfig
+from trainer.batch import PPOBatch, real_lengths, require
+from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
+from workers.actor import ActorRollout, LocalUpdate, PolicySpec
+from workers.critic import Critic
+from workers.engine.fsdp import UpdateOutcome
+from workers.pool import ResourcePool
+from workers.reference import Reference
+from workers.rollout.sampling import SamplingParams
+
+UpdateMetrics = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateContext:
+    """What an update depends on besides its batch."""
+
+    seed: int
+    step: int
+    lr: float
+
+
+def micro_batching(*, dynamic: bool, max_rows: int | None, max_tokens: int) -> MicroBatching:
+    """The bound that a role's configuration sets."""
+    return MicroBatching(max_tokens=max_tokens) if dynamic else MicroBatching(max_rows=max_rows)
+
+
+class ActorRolloutGroup:
+    """The policy: generates, scores, is updated."""
+
+    NAME = "actor_rollout"
+
+    def __init__(self, pool: ResourcePool, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
+        self.pool = pool
+        self.config = config
+        pool.build(self.NAME, ActorRollout, config, spec)
+        self.update_weights()
+
+    def generate(
+        self, batch: PPOBatch, *, params: SamplingParams, max_tokens: int, seed: int, step: int, stream: int
+    ) -> PPOBatch:
+        """Fill `responses`, `response_mask`, `loss_mask`, `attention_mask`, `rollout_log_probs`."""
+        # Contiguous shares, so that the responses to one prompt mostly meet on one device, which then reads it once.
+        shares = np.array_split(np.arange(len(batch)), self.pool.size)
+        arguments = {"params": params, "max_tokens": max_tokens, "seed": seed, "step": step, "stream": stream}
+        _fill(batch, shares, self.pool.call(self.NAME, "generate", [(_take(batch, rows),) for rows in shares], **arguments))
+        assert batch.response_mask is not None
+        batch.loss_mask = batch.response_mask.clone()
+        batch.attention_mask = torch.cat([batch.prompt_mask, batch.response_mask], dim=1)
+        return batch
+
+    def compute_log_prob(self, batch: PPOBatch) -> PPOBatch:
+        """Fill `old_log_probs` and `entropys`."""
+        rollout = self.config.rollout
+        bound = micro_batching(
+            dynamic=rollout.log_prob_use_dynamic_bsz,
+            max_rows=rollout.log_prob_micro_batch_size_per_gpu,
+            max_tokens=rollout.log_prob_max_token_len_per_gpu,
+        )
+        return _score(self.pool, self.NAME, "compute_log_prob", batch, bound)
+
+    def update_actor(self, batch: PPOBatch, context: UpdateContext) -> list[UpdateMetrics]:
+        """Update the policy; the metrics of each update, in order."""
+        require(batch, "responses", "loss_mask", "old_log_probs", "advantages")
+        actor = self.config.actor
+        bound = micro_batching(
+            dynamic=actor.use_dynamic_bsz, max_rows=actor.ppo_micro_batch_size_per_gpu, max_tokens=actor.ppo_max_token_len_per_gpu
+        )
+        assert batch.loss_mask is not None
+        updates = plan_updates(
+            uid=batch.uid,
+            lengths=real_lengths(batch),
+            mask=batch.loss_mask.numpy(),
+            mini_batch_prompts=actor.ppo_mini_batch_size,
+            epochs=actor.ppo_epochs,
+            seed=context.seed,
+            step=context.step,
+            num_ranks=self.pool.size,
+            bound=bound,
+        )
+        return _run_updates(self.pool, self.NAME, batch, updates, context.lr, "actor/grad_norm")
+
+    def update_weights(self) -> None:
+        """Bring the trained weights into the samplers."""
+        self.pool.call_all(self.NAME, "update_weights")
+
+    def save(self, folder: str) -> None:
+        """Write the policy and its optimizer into a checkpoint's folder."""
+        self.pool.call_all(self.NAME, "save", folder)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Go on from a checkpoint's optimizer."""
+        self.pool.call_all(self.NAME, "load_optimizer", folder)
+
+
+class ReferenceGroup:
+    """The policy at the start of the run."""
+
+    NAME = "reference"
+
+    def __init__(self, pool: ResourcePool, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
+        self.pool = pool
+        self.config = config
+        pool.build(self.NAME, Reference, config, spec)
+
+    def compute_ref_log_prob(self, batch: PPOBatch) -> PPOBatch:
+        """Fill `ref_log_prob`."""
+        ref = self.config.ref
+        bound = micro_batching(
+            dynamic=ref.log_prob_use_dynamic_bsz,
+            max_rows=ref.log_prob_micro_batch_size_per_gpu,
+            max_tokens=ref.log_prob_max_token_len_per_gpu,
+        )
+        return _score(self.pool, self.NAME, "compute_log_prob", batch, bound)
+
+
+class CriticGroup:
+    """The value model."""
+
+    NAME = "critic"
+
+    def __init__(self, pool: ResourcePool, config: CriticConfig, path: str, *, seed: int, max_response_length: int) -> None:
+        self.pool = pool
+        self.config = config
+        self.bound = micro_batching(
+            dynamic=config.use_dynamic_bsz, max_rows=config.ppo_micro_batch_size_per_gpu, max_tokens=config.ppo_max_token_len_per_gpu
+        )
+        pool.build(self.NAME, Critic, config, path, seed, max_response_length)
+
+    def compute_values(self, batch: PPOBatch) -> PPOBatch:
+        """Fill `values`."""
+        return _score(self.pool, self.NAME, "compute_values", batch, self.bound)
+
+    def update_critic(self, batch: PPOBatch, context: UpdateContext) -> list[UpdateMetrics]:
+        """Update the value model; the metrics of each update, in order."""
+        require(batch, "responses", "response_mask", "values", "returns")
+        assert batch.response_mask is not None
+        updates = plan_updates(
+            uid=batch.uid,
+            lengths=real_lengths(batch),
+            mask=batch.response_mask.numpy(),
+            mini_batch_prompts=self.config.ppo_mini_batch_size,
+            epochs=self.config.ppo_epochs,
+            seed=context.seed,
+            step=context.step,
+            num_ranks=self.pool.size,
+            bound=self.bound,
+        )
+        return _run_updates(self.pool, self.NAME, batch, updates, context.lr, "critic/grad_norm")
+
+    def save(self, folder: str) -> None:
+        """Write the value model and its optimizer into a checkpoint's folder."""
+        self.pool.call_all(self.NAME, "save", folder)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Go on from a checkpoint's optimizer."""
+        self.pool.call_all(self.NAME, "load_optimizer", folder)
+
+
+# --- dealing out and putting together --------------------------------------------------------------------------------
+
+
+def _take(batch: PPOBatch, rows: Rows) -> PPOBatch:
+    return batch[torch.from_numpy(rows)]
+
+
+def _fill(batch: PPOBatch, shares: Sequence[Rows], results: Sequence[dict[str, Tensor]]) -> None:
+    """Put per-rank results [rows of the rank, R] into the batch, each row in its place."""
+    order = torch.from_numpy(np.argsort(np.concatenate(shares), kind="stable"))
+    for name in results[0]:
+        setattr(batch, name, torch.cat([result[name] for result in results])[order])
+
+
+def _score(pool: ResourcePool, role: str, method: str, batch: PPOBatch, bound: MicroBatching) -> PPOBatch:
+    """A forward pass over all rows; the role's method fills its fields."""
+    require(batch, "responses", "attention_mask")
+    pieces = plan_micro_batches(np.arange(len(batch)), real_lengths(batch), num_ranks=pool.size, bound=bound)
+    shares, local = zip(*(_localise(rank) for rank in pieces), strict=True)
+    calls = [(_take(batch, rows), micro) for rows, micro in zip(shares, local, strict=True)]
+    _fill(batch, shares, pool.call(role, method, calls))
+    return batch
+
+
+def _localise(pieces: Sequence[Rows]) -> tuple[Rows, list[Rows]]:
+    """The rows that the pieces name, each once, and the pieces as indexes into them."""
+    rows = np.unique(np.concatenate(pieces))
+    return rows, [np.searchsorted(rows, piece) for piece in pieces]
+
+
+def _run_updates(
+    pool: ResourcePool, role: str, batch: PPOBatch, updates: Sequence[Update], lr: float, grad_norm_key: str
+) -> list[UpdateMetrics]:
+    """Run the updates on all ranks and add their metric shares up."""
+    calls = []
+    for rank in range(pool.size):
+        rows, local = _localise([piece for update in updates for piece in update.micro_batches[rank]])
+        pieces = iter(local)
+        plan = [
+            LocalUpdate(counts=update.counts, micro_batches=[next(pieces) for _ in update.micro_batches[rank]])
+            for update in updates
+        ]
+        calls.append((_take(batch, rows), plan, lr))
+    by_rank: list[list[UpdateOutcome]] = pool.call(role, "update", calls)
+    metrics = []
+    for outcomes in zip(*by_rank, strict=True):
+        total = {name: sum(outcome.metrics[name] for outcome in outcomes) for name in outcomes[0].metrics}
+        metrics.append({**total, grad_norm_key: outcomes[0].grad_norm})
+    return metrics

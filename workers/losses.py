@@ -1,0 +1,120 @@
+"""The losses of actor and critic on one piece (micro-batch) of a mini-batch.
+
+A loss and each of its metrics is this piece's share of the mini-batch's figure: it is divided by the counts of the whole
+mini-batch, which are passed in, so that the shares of all pieces, on all ranks, add up to a figure that does not depend
+on how the mini-batch was cut.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from config.schema import ActorConfig, CriticConfig
+from trainer.ppo.core_algos import (
+    LossCounts,
+    agg_loss,
+    compute_entropy_loss,
+    compute_policy_loss_vanilla,
+    compute_value_loss,
+    kl_is_capped,
+    kl_penalty,
+    masked_sum,
+)
+
+Metrics = dict[str, Tensor]  # scalars; shares that add up over pieces and ranks
+
+
+@dataclass(slots=True)
+class LossShare:
+    """This piece's share of a loss and of its metrics."""
+
+    loss: Tensor  # scalar, to be differentiated
+    metrics: Metrics
+
+
+def ppo_loss(
+    *,
+    log_prob: Tensor,
+    entropy: Tensor | None,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    counts: LossCounts,
+    config: ActorConfig,
+) -> LossShare:
+    """The actor's loss: clipped surrogate - entropy_coeff · entropy + kl_loss_coef · KL(policy, reference).
+
+    Tensors are [B, R]; `log_prob` and `entropy` (nats) carry the gradient. The reference is read with `use_kl_loss`
+    only, the entropy whenever it is given.
+
+    Source: PPO (arXiv:1707.06347, eq. 9); the KL in the loss as in GRPO (arXiv:2402.03300, eq. 3).
+    """
+    mask = loss_mask.bool()
+    # Selected before the formulas: a NaN in a masked place would come back through their gradients as 0 · NaN.
+    log_prob, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_probs, advantages))
+    aggregation = {"counts": counts, "loss_scale_factor": config.loss_scale_factor}
+    tokens = max(counts.num_tokens, 1)
+
+    surrogate = compute_policy_loss_vanilla(
+        log_prob=log_prob,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+    )
+    pg_loss = agg_loss(surrogate.loss, mask, config.loss_agg_mode, **aggregation)
+    loss = pg_loss
+    high, low, dual = (
+        masked_sum(clipped.float(), mask) / tokens
+        for clipped in (surrogate.clipped_high, surrogate.clipped_low, surrogate.clipped_dual)
+    )
+    metrics = {
+        "actor/pg_loss": pg_loss.detach(),
+        "actor/ppo_kl": masked_sum((old_log_probs - log_prob).detach(), mask) / tokens,
+        "actor/pg_clipfrac": high + low,
+        "actor/pg_clipfrac_pos_adv": high,
+        "actor/pg_clipfrac_neg_adv": low,
+        "actor/pg_clipfrac_lower": dual,
+    }
+    if entropy is not None:
+        entropy = torch.where(mask, entropy, 0.0)
+        entropy_loss = compute_entropy_loss(entropy, mask, config.loss_agg_mode, **aggregation)
+        metrics["actor/entropy_loss"] = entropy_loss.detach()
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * entropy_loss
+    if config.use_kl_loss:
+        assert ref_log_prob is not None, "use_kl_loss reads ref_log_prob"
+        ref_log_prob = torch.where(mask, ref_log_prob, 0.0)
+        kl = kl_penalty(log_prob, ref_log_prob, config.kl_loss_type)
+        kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **aggregation)
+        loss = loss + config.kl_loss_coef * kl_loss
+        capped = kl_is_capped(log_prob.detach(), ref_log_prob, config.kl_loss_type)
+        metrics["actor/kl_loss"] = kl_loss.detach()
+        metrics["actor/kl_loss_capped_frac"] = masked_sum(capped.float(), mask) / tokens
+    metrics["actor/loss"] = loss.detach()
+    return LossShare(loss, metrics)
+
+
+def value_loss(
+    *, vpreds: Tensor, values: Tensor, returns: Tensor, response_mask: Tensor, counts: LossCounts, config: CriticConfig, scale: float
+) -> LossShare:
+    """The critic's loss: clipped squared error of the values to the returns. Tensors are [B, R].
+
+    `scale` is the divisor of seq-mean-token-sum-norm, in tokens.
+    """
+    mask = response_mask.bool()
+    vpreds, values, returns = (torch.where(mask, x, 0.0) for x in (vpreds, values, returns))
+    terms = compute_value_loss(vpreds=vpreds, values=values, returns=returns, cliprange_value=config.cliprange_value)
+    loss = agg_loss(terms.loss, mask, config.loss_agg_mode, counts=counts, loss_scale_factor=scale)
+    tokens = max(counts.num_tokens, 1)
+    return LossShare(
+        loss,
+        {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": masked_sum(terms.clipped.float(), mask) / tokens,
+            "critic/vpred_mean": masked_sum(vpreds.detach(), mask) / tokens,
+        },
+    )

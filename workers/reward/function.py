@@ -1,0 +1,107 @@
+"""Which function scores a row, and what may come back from it. Imports nothing heavy: reward processes are small."""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RewardError
+from workers.reward.scorers import SCORERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardFunctionSpec:
+    """The user's function, or (path None) the built-in scorer of each row's data source."""
+
+    path: str | None
+    name: str
+    kwargs: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"{self.path}:{self.name}" if self.path else "the built-in scorer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardRow:
+    """The arguments of one call, and the row's name for messages."""
+
+    row: str
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A score, and the fields that came with it."""
+
+    score: float
+    extra: dict[str, Any]
+
+
+def load_function(spec: RewardFunctionSpec) -> Callable[..., Any]:
+    """The function to call; importing the user's file runs its code."""
+    if spec.path is None:
+        return lambda data_source, **arguments: SCORERS[data_source](data_source, **arguments)
+    path = Path(spec.path).resolve()
+    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[path.stem] = module
+    module_spec.loader.exec_module(module)
+    return getattr(module, spec.name)
+
+
+def call_function(function: Callable[..., Any], spec: RewardFunctionSpec, row: RewardRow) -> Reward:
+    """One row's reward.
+
+    Raises:
+        RewardError: what came back is not a reward. What the function itself raises goes through.
+    """
+    value = function(
+        data_source=row.data_source,
+        solution_str=row.solution_str,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+        **spec.kwargs,
+    )
+    return as_reward(value, spec.label, row.row)
+
+
+def as_reward(value: Any, function: str, row: str) -> Reward:
+    """A returned value as a reward: a finite number, or a mapping with `score`.
+
+    Raises:
+        RewardError: anything else; the message names the function, the row and the value.
+    """
+    extra: dict[str, Any] = {}
+    score = value
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise RewardError(f"{function} returned a mapping without 'score' for {row}: {dict(value)!r}")
+        score = value["score"]
+        extra = {str(key): _plain(field) for key, field in value.items() if key != "score"}
+    number = _plain(score)
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        raise RewardError(
+            f"{function} returned {score!r} ({type(score).__name__}) for {row}; a reward is a finite number, or a mapping "
+            "with a finite number under 'score'"
+        )
+    return Reward(score=float(number), extra=extra)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's; text, None and Python numbers as they are; anything else as text."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return repr(value)
