@@ -1,32 +1,44 @@
 """From overrides to a checked `GovernorConfig`; the only user of Hydra's compose and OmegaConf.
 
-Two passes, each of which reports all that it finds at once: the overrides' keys before Hydra composes, then the composed
-values. Either raises `ConfigFaults` before anything of the run exists.
+Two passes, each of which reports all that it finds at once: the overrides' keys before Hydra composes, then the
+composed values. Either raises `ConfigFaults` before anything of the run exists.
 """
 
 import dataclasses
 import difflib
 import json
+import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pydantic
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from config.foreign_keys import reason_for
-from config.rules import Fault, check_rules
+from config.rules import Fault, check_rules, shown
 from config.schema import GovernorConfig
 
 GROUPS = ("data", "model", "actor", "ref", "rollout", "critic", "optim", "engine", "algorithm", "reward", "trainer")
 CHOICE_GROUPS = ("experiment", "ablation")
 CONFIG_DIR = Path(__file__).parent
+# Bounds that may be infinite, which switches them off.
+UNBOUNDED = (
+    "actor_rollout_ref.actor.grad_clip",
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "critic.grad_clip",
+    "critic.cliprange_value",
+)
 
 
 class ConfigFaults(ValueError):
@@ -52,35 +64,79 @@ def load_config(
 def compose_values(
     overrides: Sequence[str] = (), *, config_name: str = "ppo_trainer", config_dir: str | None = None
 ) -> dict[str, Any]:
-    """The composed and resolved values as plain Python.
+    """The composed and resolved values as plain Python. `config_dir` is a folder with files of the user's own.
 
     Raises:
         ConfigFaults: an override that is not one, an unknown key, or a file that Hydra cannot compose.
     """
-    faults = list(check_override_keys(overrides))
+    folders = [CONFIG_DIR, *([Path(config_dir).resolve()] if config_dir else [])]
+    faults = [*_folder_faults(folders[1:]), *check_override_keys(overrides)]
     if faults:
         raise ConfigFaults(faults)
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    search = [f"hydra.searchpath=[{_quoted(f'file://{folder}')}]" for folder in folders[1:]]
     try:
         with initialize_config_module("config", version_base="1.3"):
-            composed = compose(config_name, overrides=[*search, *overrides])
+            composed = compose(config_name, overrides=[*search, *_for_hydra(overrides, folders)])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigFaults([_compose_fault(error)]) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigFaults([_compose_fault(error, folders)]) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
-def _compose_fault(error: Exception) -> Fault:
-    """A fault from Hydra's or OmegaConf's error, with the choices that there are where a group file is missing."""
+def _folder_faults(folders: Sequence[Path]) -> Iterator[Fault]:
+    """A folder of the user's that is not one, or files in it that would be passed over for those that come along."""
+    for folder in folders:
+        if not folder.is_dir():
+            yield Fault("--config-dir", folder, "no such folder")
+        elif folder != CONFIG_DIR:
+            for group in ("", *GROUPS, *CHOICE_GROUPS):
+                for path in sorted((folder / group).glob("*.yaml")):
+                    if (CONFIG_DIR / group / path.name).exists():
+                        yield Fault(
+                            "--config-dir", path, "has the name of a file of Governor's, which would win: rename it"
+                        )
+
+
+def _quoted(text: str) -> str:
+    """A text as a value of Hydra's override grammar, whatever it holds."""
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+def _for_hydra(overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[str]:
+    """Checked overrides as Hydra wants them: `++` for keys of open mappings, `~` for a choice of nothing."""
+    for text in overrides:
+        override = OverridesParser.create().parse_override(text)
+        key = override.key_or_group
+        if key in CHOICE_GROUPS and not override.is_delete() and override.value() is None:
+            if any((folder / key).is_dir() for folder in folders):
+                yield f"~{key}"
+        elif _is_open(key) and not override.is_delete():
+            yield f"++{text.lstrip('+')}"
+        else:
+            yield text
+
+
+def _compose_fault(error: Exception, folders: Sequence[Path]) -> Fault:
+    """A fault from an error of Hydra, OmegaConf or YAML, with the choices that there are where a file is missing."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return Fault(f"{mark.name} line {mark.line + 1}", None, f"is not YAML: {error.problem}")
+    if isinstance(error, UnicodeDecodeError):
+        return Fault("--config-dir", folders[-1], f"holds a file that is not UTF-8: {error}")
     text = " ".join(str(error).split())
-    for group in CHOICE_GROUPS:
-        marker = f"Could not find '{group}/"
-        if marker in text:
-            wanted = text.split(marker, 1)[1].split("'", 1)[0]
-            names = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
-            return Fault(group, wanted, f"no such file; there are {', '.join(names) or 'none'}")
-    return Fault("hydra", None, text)
+    if missing := re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", text):
+        group, wanted = missing.groups()
+        names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+        return Fault(group, wanted, f"no such file; there are {', '.join(names) or 'none'}")
+    if missing := re.search(r"Cannot find primary config '([^']*)'", text):
+        names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        return Fault("--config-name", missing[1], f"no such file; there are {', '.join(names)}")
+    # What Hydra advises after these words, a leading + or its web page, does not hold here.
+    text = re.split(r" (?:To append to your|Config search path|See https|full_key:)", text)[0]
+    if (named := re.match(r"Could not override '(\w+)'", text)) and named[1] in CHOICE_GROUPS:
+        return Fault(named[1], None, "no such file; there are none")
+    return Fault(getattr(error, "full_key", None) or (named[1] if named else "hydra"), None, text)
 
 
 def check_values(values: dict[str, Any]) -> GovernorConfig:
@@ -89,13 +145,14 @@ def check_values(values: dict[str, Any]) -> GovernorConfig:
     Raises:
         ConfigFaults: with every fault found; rules over several keys are checked once all types are right.
     """
-    known = set(walk_keys())
-    faults = [Fault(key, None, unknown_key_text(key, known)) for key in _unknown_keys(values)]
+    faults = [Fault(key, value, unknown_key_text(key)) for key, value in _unknown_keys(values)]
+    faults += _infinite_faults(values)
     try:
         # Through JSON, since in strict mode pydantic builds dataclasses from JSON objects but not from dicts.
-        config = pydantic.TypeAdapter(GovernorConfig).validate_json(json.dumps(values), strict=True)
+        text = json.dumps(values, default=repr)
+        config = _adapter().validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        faults += _type_faults(error, known)
+        faults += _type_faults(error)
         raise ConfigFaults(_unique(faults)) from error
     faults += check_rules(config)
     if faults:
@@ -103,18 +160,58 @@ def check_values(values: dict[str, Any]) -> GovernorConfig:
     return config
 
 
-def _type_faults(error: pydantic.ValidationError, known: set[str]) -> list[Fault]:
-    """One fault for each of pydantic's, under the full key; its path also names the members of unions, left out here."""
-    faults = []
+@cache
+def _adapter() -> pydantic.TypeAdapter[GovernorConfig]:
+    return pydantic.TypeAdapter(GovernorConfig)
+
+
+def _infinite_faults(values: dict[str, Any]) -> Iterator[Fault]:
+    """Numbers that are NaN, or infinite where that means nothing."""
+    for key, value in flatten(values).items():
+        items = {f"{key}.{i}": item for i, item in enumerate(value)} if isinstance(value, list) else {key: value}
+        for name, number in items.items():
+            if not isinstance(number, float) or math.isfinite(number) or _is_open(key):
+                continue
+            if math.isnan(number) or key not in UNBOUNDED:
+                yield Fault(name, number, "must be a finite number")
+
+
+def _type_faults(error: pydantic.ValidationError) -> Iterator[Fault]:
+    """One fault for each of pydantic's, under the full key, without the members of unions that its path names too."""
+    known = set(walk_keys())
     for item in error.errors():
         key = ""
         for part in item["loc"]:
             longer = f"{key}.{part}" if key else str(part)
             if longer in known or isinstance(part, int):
                 key = longer
-        text = item["msg"].replace("Input should be", "must be").replace("a valid array", "a list, as in [a,b]")
-        faults.append(Fault(key, item["input"], text))
-    return faults
+        if item["type"] == "missing":
+            yield Fault(key, None, "has no value")
+        else:
+            yield Fault(key, shown(item["input"]), _type_text(item["type"], item["msg"], key, item["input"]))
+
+
+def _type_text(kind: str, message: str, key: str, value: Any) -> str:
+    """The rule that a value breaks, in the words of the overrides that a user writes."""
+    match kind:
+        case "string_type":
+            quoted = isinstance(value, bool | int | float) and key in set(walk_keys())
+            return "must be a text" + (f"; with quotes it is one: '{key}=\"{shown(value)}\"'" if quoted else "")
+        case "int_type":
+            return "must be a whole number"
+        case "float_type":
+            return "must be a number"
+        case "bool_type":
+            return "must be true or false"
+        case "list_type":
+            return f"must be a list, as in [{value if isinstance(value, str) else 'a,b'}]"
+        case "dict_type":
+            return "must be a mapping, as in {name:value}"
+        case "dataclass_type":
+            member = next(name for name in walk_keys() if name.startswith(f"{key}."))
+            return f"is a group of keys; set them one by one, as in {member}=…"
+        case _:
+            return message.replace("Input should be", "must be")
 
 
 def _unique(faults: list[Fault]) -> list[Fault]:
@@ -130,10 +227,15 @@ def walk_keys(cls: type = GovernorConfig, prefix: str = "") -> Iterator[str]:
         key = f"{prefix}{field.name}"
         yield key
         inner = field_type(cls, field.name)
-        if dataclasses.is_dataclass(inner):
+        if _is_group(inner):
             yield from walk_keys(inner, f"{key}.")
 
 
+def _is_group(kind: Any) -> TypeGuard[type]:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+@cache
 def field_type(cls: type, name: str) -> Any:
     """The type of a field without `| None` and without its bounds."""
     hint = typing.get_type_hints(cls)[name]
@@ -146,55 +248,115 @@ def open_mappings(cls: type = GovernorConfig, prefix: str = "") -> Iterator[str]
     """Full keys of the mappings below which any key is allowed."""
     for field in dataclasses.fields(cls):
         inner = field_type(cls, field.name)
-        if dataclasses.is_dataclass(inner):
+        if _is_group(inner):
             yield from open_mappings(inner, f"{prefix}{field.name}.")
         elif typing.get_origin(inner) is dict:
             yield f"{prefix}{field.name}"
 
 
+@cache
+def _leaf_keys() -> tuple[str, ...]:
+    known = sorted(walk_keys())
+    return tuple(key for key in known if not any(other.startswith(f"{key}.") for other in known))
+
+
+@cache
+def _open_keys() -> tuple[str, ...]:
+    return tuple(open_mappings())
+
+
+def _is_open(key: str) -> bool:
+    """Whether the key is an open mapping or lies below one."""
+    return any(key == name or key.startswith(f"{name}.") for name in _open_keys())
+
+
 def check_override_keys(overrides: Sequence[str]) -> Iterator[Fault]:
     """Faults of override strings, seen before Hydra composes: their form, and keys that the schema does not have."""
-    known, open_keys = set(walk_keys()), tuple(open_mappings())
+    known = set(walk_keys())
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
             first = str(error).strip().splitlines()[0]
-            yield Fault(text, None, f"is not an override of the form key=value: {first}")
+            yield Fault(
+                text, None, f"is not an override of the form key=value (special signs in a value need quotes): {first}"
+            )
             continue
-        key = override.key_or_group
-        if key.split("@")[0] in (*GROUPS, *CHOICE_GROUPS) or key.split(".")[0] == "hydra":
-            continue
-        if any(key == name or key.startswith(f"{name}.") for name in open_keys):
-            continue
-        if key not in known:
-            yield Fault(key, override.value(), unknown_key_text(key, known))
-        elif override.is_add() or override.is_delete():
-            sign = text[0]
-            yield Fault(key, None, f"is a key of the schema: write {key}=…, without the leading {sign}")
+        yield from _override_faults(text, override, known)
 
 
-def unknown_key_text(key: str, known: set[str]) -> str:
+def _override_faults(text: str, override: Override, known: set[str]) -> Iterator[Fault]:
+    key, value, sign = override.key_or_group, override.value(), text[: len(text) - len(text.lstrip("+~"))]
+    if not key:
+        yield Fault(text, None, "is not an override of the form key=value")
+    elif key.split(".")[0] == "hydra":
+        yield Fault(key, value, "Hydra's own settings have no effect here; for files of your own use --config-dir")
+    elif override.is_sweep_override():
+        yield Fault(key, text.split("=", 1)[1], "is several values; give one, a list as in [a,b], or a text in quotes")
+    elif key in (*GROUPS, *CHOICE_GROUPS) and not isinstance(value, dict):
+        yield from _choice_faults(key, value, sign)
+    elif _is_open(key):
+        if override.is_delete() and key in _open_keys():
+            yield Fault(key, None, f"is a key of the schema: write {key}=…, without the leading ~")
+    elif key not in known:
+        yield Fault(key, value, unknown_key_text(key))
+    elif sign:
+        yield Fault(key, None, f"is a key of the schema: write {key}=…, without the leading {sign}")
+    elif isinstance(value, dict):
+        nested: Any = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        yield from (Fault(name, inner, unknown_key_text(name)) for name, inner in _unknown_keys(nested))
+
+
+def _choice_faults(group: str, value: Any, sign: str) -> Iterator[Fault]:
+    """Faults of an override that chooses a group's file; only the groups of whole runs can be switched off."""
+    if "+" in sign or (sign and group not in CHOICE_GROUPS):
+        yield Fault(group, None, f"write {group}=…, without the leading {sign}")
+    elif not sign and not isinstance(value, str) and not (group in CHOICE_GROUPS and value is None):
+        yield Fault(group, shown(value), f"must be the name of a file of config/{group}/")
+
+
+def unknown_key_text(key: str) -> str:
     """Why a key is refused: the reason for a key of verl's, else the nearest known one."""
     reason = reason_for(key)
     if reason:
         return reason
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
-    near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, known, n=1)
-    return f"no such key; did you mean {near[0]}?" if near else "no such key; see config/ for all keys"
+    if key in CHOICE_GROUPS:
+        return "its file does not begin with the line '# @package _global_', without which its keys are not the run's"
+    near = _nearest_key(key)
+    return f"no such key; did you mean {near}?" if near else "no such key; `governor config` prints all keys"
 
 
-def _unknown_keys(values: Any, cls: type = GovernorConfig, prefix: str = "") -> Iterator[str]:
+def _nearest_key(key: str) -> str | None:
+    """The key that was likely meant: one of the same name elsewhere, a neighbour, any close name, any close key."""
+    leaves = _leaf_keys()
+    group, _, name = key.rpartition(".")
+    names = {leaf.rpartition(".")[2] for leaf in leaves}
+    by_name = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    if by_name:
+        return difflib.get_close_matches(key, by_name, n=1, cutoff=0.0)[0]
+    neighbours = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == group]
+    if near := difflib.get_close_matches(name, neighbours, n=1):
+        return f"{group}.{near[0]}" if group else near[0]
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+        by_name = [leaf for leaf in leaves if leaf.rpartition(".")[2] == near[0]]
+        return difflib.get_close_matches(key, by_name, n=1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(key, leaves, n=1, cutoff=0.85)
+    return near[0] if near else None
+
+
+def _unknown_keys(values: Any, cls: type = GovernorConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full keys that the schema does not have, with their values."""
     if not isinstance(values, dict):
         return
     fields = {field.name for field in dataclasses.fields(cls)}
     for name, value in values.items():
         if name not in fields:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", value
             continue
         inner = field_type(cls, name)
-        if dataclasses.is_dataclass(inner):
+        if _is_group(inner):
             yield from _unknown_keys(value, inner, f"{prefix}{name}.")
 
 

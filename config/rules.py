@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,37 @@ class Fault:
     """One thing that is wrong: full key, value, and the rule with its way out."""
 
     key: str
-    value: Any
+    value: Any  # None where there is none to show
     text: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.text}" if self.value is None else f"{self.key}={self.value}: {self.text}"
+        if self.value is None:
+            return f"{self.key}: {self.text}"
+        value = shown(self.value)
+        return f"{self.key}={value if len(value) <= 200 else f'{value[:199]}…'}: {self.text}"
+
+
+def shown(value: Any) -> str:
+    """A value as a user writes it in an override."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{','.join(map(shown, value))}]"
+        case dict():
+            return f"{{{','.join(f'{key}:{shown(item)}' for key, item in value.items())}}}"
+        case _:
+            return str(value)
 
 
 def check_rules(config: GovernorConfig) -> list[Fault]:
     """All faults of a configuration whose values have the right types."""
     return [
         *_batch_rules(config),
+        *_data_rules(config),
+        *_model_rules(config),
         *_sampling_rules(config),
         *_limiter_rules(config),
         *_run_rules(config),
@@ -45,18 +65,16 @@ def _batch_rules(config: GovernorConfig) -> Iterator[Fault]:
             yield Fault(key, size, f"must divide data.train_batch_size={data.train_batch_size}, the prompts of a step")
         if size * n % devices:
             yield Fault(
-                key, size, f"{size} prompts x rollout.n={n} are {size * n} rows, which {devices} devices cannot share equally"
+                key,
+                size,
+                f"{size} prompts x rollout.n={n} are {size * n} rows, which {devices} devices cannot share equally",
             )
-    if not (data.train_files or data.generator.name):
-        yield Fault("data.train_files", "[]", "name a file to train on, or choose a task with data.generator.name")
-    if data.train_files and data.generator.name:
-        yield Fault("data.generator.name", data.generator.name, "excludes data.train_files; set one of the two to null or []")
     longest = data.max_prompt_length + data.max_response_length
     rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
     budgets = [(f"{name}.", role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu, "ppo") for name, role in roles]
     budgets += [
         (f"actor_rollout_ref.{name}.", role.log_prob_use_dynamic_bsz, role.log_prob_max_token_len_per_gpu, "log_prob")
-        for name, role in (("rollout", rollout), ("ref", ref))
+        for name, role in (("rollout", rollout), *([("ref", ref)] if config.uses_reference else []))
     ]
     for prefix, dynamic, budget, kind in budgets:
         if dynamic and budget < longest:
@@ -67,20 +85,70 @@ def _batch_rules(config: GovernorConfig) -> Iterator[Fault]:
             )
 
 
+def _data_rules(config: GovernorConfig) -> Iterator[Fault]:
+    data = config.data
+    if not (data.train_files or data.generator.name):
+        yield Fault("data.train_files", "[]", "name a file to train on, or choose a task with data.generator.name")
+    if data.train_files and data.generator.name:
+        yield Fault(
+            "data.generator.name",
+            data.generator.name,
+            "excludes data.train_files: set the one to null or the other to []",
+        )
+    for key in ("train_max_samples", "val_max_samples"):
+        if getattr(data, key) == 0:
+            yield Fault(f"data.{key}", 0, "leaves no row: use -1 for all, or a number above 0")
+    if data.seed >= 2**63:  # torch.manual_seed takes no more than 64 bits
+        yield Fault("data.seed", data.seed, "must be below 2**63")
+
+
+def _model_rules(config: GovernorConfig) -> Iterator[Fault]:
+    """Rules of the random model, which is built where `model.path` is null."""
+    model, generator = config.actor_rollout_ref.model, config.data.generator
+    if model.path is not None:
+        return
+    random, prefix = model.random_init, "actor_rollout_ref.model.random_init"
+    if random.num_attention_heads % random.num_key_value_heads:
+        yield Fault(
+            f"{prefix}.num_key_value_heads",
+            random.num_key_value_heads,
+            f"must divide num_attention_heads={random.num_attention_heads}",
+        )
+    if random.head_dim % 2:
+        yield Fault(f"{prefix}.head_dim", random.head_dim, "must be even, since rotary positions turn pairs")
+    # Sums of operands up to 4 hold larger digits, so addition needs all of them.
+    largest = {"copy": generator.max_digit, "addition": 9}.get(generator.name or "", -1)
+    missing = [str(digit) for digit in range(largest + 1) if str(digit) not in random.alphabet]
+    if missing:
+        yield Fault(
+            f"{prefix}.alphabet",
+            random.alphabet,
+            f"lacks {', '.join(missing)}, which data.generator.name={generator.name} asks for: add them",
+        )
+    others = {
+        "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path,
+        "critic.model.path": config.critic.model.path,
+    }
+    for key, path in others.items():
+        if path is not None:
+            yield Fault(key, path, "needs actor_rollout_ref.model.path: the random model has its own vocabulary")
+
+
 def _sampling_rules(config: GovernorConfig) -> Iterator[Fault]:
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     if algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n == 1:
         yield Fault(
             "actor_rollout_ref.rollout.n",
             1,
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt: use n of 2 or more",
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to a prompt: use n of 2 or more",
         )
     val = rollout.val_kwargs
-    if val.n > 1 and (not val.do_sample or val.temperature == 0):
+    if val.n > 1 and (not val.do_sample or val.temperature == 0 or val.top_k == 1):
         yield Fault(
             "actor_rollout_ref.rollout.val_kwargs.n",
             val.n,
-            "greedy decoding gives the same response each time: use n=1, or do_sample=true with a temperature above 0",
+            "greedy decoding gives the same response each time: use n=1, or do_sample=true with a temperature above 0 "
+            "and a top_k other than 1",
         )
 
 
@@ -91,7 +159,8 @@ def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
         yield Fault(
             "algorithm.kl_ctrl.horizon",
             algorithm.kl_ctrl.horizon,
-            f"must be above {rows / 5:g}, a fifth of the {rows} rows of a step, or one step could bring the coefficient to 0",
+            f"must be above {rows / 5:g}, a fifth of the {rows} rows of a step, "
+            "or one step could bring the coefficient to 0",
         )
     if config.trainer.critic_warmup and not config.uses_critic:
         yield Fault(
@@ -99,7 +168,8 @@ def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
             config.trainer.critic_warmup,
             f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic to warm up: set it to 0",
         )
-    for name, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    for name, optim in (("actor_rollout_ref.actor", actor.optim), ("critic", critic.optim)):
         if len(optim.betas) != 2:
             yield Fault(f"{name}.optim.betas", optim.betas, "needs two numbers")
 
@@ -109,9 +179,19 @@ def _run_rules(config: GovernorConfig) -> Iterator[Fault]:
     for key in ("project_name", "experiment_name"):
         value = getattr(trainer, key)
         if not NAME_PATTERN.fullmatch(value):
-            yield Fault(f"trainer.{key}", value, "must be letters, digits, '.', '_' and '-', at most 100, not first '.', '_', '-'")
+            yield Fault(
+                f"trainer.{key}",
+                value,
+                "must be at most 100 letters, digits, '.', '_' and '-', the first a letter or digit",
+            )
+    if not trainer.default_local_dir.strip():
+        yield Fault("trainer.default_local_dir", "", "must name a folder")
     if trainer.total_training_steps is not None and trainer.critic_warmup >= trainer.total_training_steps:
-        yield Fault("trainer.critic_warmup", trainer.critic_warmup, "leaves no step of trainer.total_training_steps for the actor")
+        yield Fault(
+            "trainer.critic_warmup",
+            trainer.critic_warmup,
+            f"leaves no step of trainer.total_training_steps={trainer.total_training_steps} for the actor",
+        )
     if trainer.val_only and not (config.data.val_files or config.data.generator.name):
         yield Fault("trainer.val_only", True, "needs data.val_files")
     custom = config.reward.custom_reward_function
@@ -125,17 +205,32 @@ def _reward_function_faults(path: Path, name: str) -> Iterator[Fault]:
         yield Fault(f"{key}.path", path, "no such file")
         return
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
+        names = _module_names(ast.parse(path.read_bytes()).body)
+    except (SyntaxError, ValueError) as error:
         yield Fault(f"{key}.path", path, f"is not Python: {error}")
         return
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    bound = {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
-    imported = {
-        (alias.asname or alias.name) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
-    }
-    if name not in names | bound | imported:
-        yield Fault(f"{key}.name", name, f"{path} defines no such function; it has {', '.join(sorted(names)) or 'none'}")
+    if name not in names and "*" not in names:
+        functions = sorted(found for found, is_function in names.items() if is_function)
+        yield Fault(f"{key}.name", name, f"{path} defines no such function; it has {', '.join(functions) or 'none'}")
+
+
+def _module_names(body: Sequence[ast.stmt]) -> dict[str, bool]:
+    """Names that a module's statements bind, those in `if`, `try` and `with` too, and whether each is a function."""
+    names: dict[str, bool] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = True
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name): False for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {part.id: False for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        else:
+            inner = [getattr(node, field, []) for field in ("body", "orelse", "finalbody")]
+            inner += [handler.body for handler in getattr(node, "handlers", [])]
+            for statements in inner:
+                names |= _module_names(statements)
+    return names
 
 
 def notices(config: GovernorConfig) -> Iterator[str]:
@@ -148,11 +243,16 @@ def notices(config: GovernorConfig) -> Iterator[str]:
         )
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         yield (
-            f"actor_rollout_ref.actor.kl_loss_type={actor.kl_loss_type} has an expected gradient of 0: it is logged but "
-            "cannot pull the policy back. Use low_var_kl, k2 or k1+."
+            f"actor_rollout_ref.actor.kl_loss_type={actor.kl_loss_type} has an expected gradient of 0: it is logged "
+            "but cannot pull the policy back. Use low_var_kl, k2 or k1+."
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor_rollout_ref.actor.kl_loss_coef=0 pays for a reference policy and does nothing."
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0 pays for a reference policy and does nothing; it stays 0 with the adaptive "
+            "controller too, which multiplies it."
+        )
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if updates == 1:
         yield (

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,20 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.install()
         return self
 
+    def install(self) -> None:
+        """Take the signals; to be called again after ray.init, which takes TERM for itself and aborts on it."""
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
+            for number in self._before:
+                signal.signal(number, self._handle)
+
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, _: Any) -> None:
         if self.received is not None:
@@ -169,6 +177,7 @@ def _train(
 
     store = CheckpointStore(run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep)
     started_ray = start_ray(config)
+    signals.install()
     pool: ResourcePool | None = None
     try:
         trainer_config = config.trainer
@@ -195,6 +204,10 @@ def _train(
             reference=ReferenceGroup(pool, roles, PolicySpec(path=path, **tokens)) if config.uses_reference else None,
             critic=_critic(config, pool, checkpoint, path, CriticGroup) if config.uses_critic else None,
         )
+        def save_beside(folder: str) -> None:
+            pool.save_rng(folder)
+            tokenizer.tokenizer.save_pretrained(f"{folder}/actor")
+
         trainer = RayPPOTrainer(
             config,
             groups=groups,
@@ -204,7 +217,7 @@ def _train(
             num_steps=num_steps,
             record=record,
             checkpoints=store,
-            save_rng=pool.save_rng,
+            save_beside=save_beside,
             memory=pool.memory,
             should_stop=lambda: signals.received is not None,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils import logging as transformers_logging
 
 from config.schema import RandomInitConfig
 
@@ -31,24 +32,29 @@ def build_random_model(config: RandomInitConfig, folder: Path, *, seed: int) -> 
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.rename(aside, folder)
 
 
 def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of the alphabet, the newline, the special tokens and the roles of a chat; ChatML."""
+    """One token per character of the alphabet, the newline, the special tokens and the roles of a chat; ChatML.
+
+    Only padding, start and end are special, that is, dropped from a decoded response: a role or an unknown character that
+    the policy writes is text like any other, and its reward function sees it.
+    """
     vocabulary = [PAD, START, END, UNKNOWN, *ROLES, *sorted({*alphabet, "\n"})]
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore
     core.decoder = decoders.Fuse()  # pyright: ignore
     # Roles are single tokens too, which keeps a prompt about three times shorter than spelling them.
-    core.add_special_tokens([PAD, START, END, UNKNOWN, *ROLES])
+    core.add_tokens([UNKNOWN, *ROLES])
+    core.add_special_tokens([PAD, START, END])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=END,
-        unk_token=UNKNOWN,
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
     )

@@ -17,6 +17,8 @@ def start_ray(config: GovernorConfig) -> bool:
     Raises:
         ResourceError: the cluster cannot be reached.
     """
+    # The first failed call of several ends the run; Ray would print the others at its shutdown.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, **config.ray_kwargs.ray_init}

@@ -19,7 +19,12 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,7 +63,8 @@ class DeviceProcess:
             os.dup2(output.fileno(), 2)
         faulthandler.enable(sys.__stderr__)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
-        log.info("rank %d, pid %d, node %s", rank, os.getpid(), ray.util.get_node_ip_address())
+        node = ray.get_runtime_context().get_node_id()
+        log.info("rank %d, pid %d, address %s, node_id=%s", rank, os.getpid(), ray.util.get_node_ip_address(), node)
 
     def rendezvous(self) -> tuple[str, int]:
         """Address of this process's node and a free port on it."""
@@ -132,12 +138,13 @@ class ResourcePool:
         bundle = self._group.bundle_specs[0]
         gpus = 1 if spec.device == "cuda" else 0
         cpus = bundle["CPU"] / spec.devices_per_node
+        nodes = _bundles_from_here(self._group)
         self.processes = [
             remote.options(
                 num_cpus=cpus,
                 num_gpus=gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=rank // spec.devices_per_node
+                    placement_group=self._group, placement_group_bundle_index=nodes[rank // spec.devices_per_node]
                 ),
             ).remote(rank, spec)
             for rank in range(self.size)
@@ -243,6 +250,13 @@ def place(spec: PoolSpec) -> PlacementGroup:
             )
         print(f"Waiting for {spec.nnodes} x {bundle}, which other jobs hold …", file=sys.stderr)  # noqa: T201
     return group
+
+
+def _bundles_from_here(group: PlacementGroup) -> list[int]:
+    """Bundle indexes, that of the driver's own node first: rank 0 writes checkpoints beside what the driver writes."""
+    where = placement_group_table(group)["bundles_to_node_id"]
+    here = ray.get_runtime_context().get_node_id()
+    return sorted(where, key=lambda index: (where[index] != here, index))
 
 
 def _shortage(spec: PoolSpec, resource: str, nodes: list[dict[str, Any]]) -> str:

@@ -60,7 +60,7 @@ class RayPPOTrainer:
         num_steps: int,
         record: RunRecord,
         checkpoints: CheckpointStore,
-        save_rng: Callable[[str], None] = lambda folder: None,
+        save_beside: Callable[[str], None] = lambda folder: None,
         memory: Callable[[], dict[str, float]] = dict,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -71,7 +71,7 @@ class RayPPOTrainer:
         self.num_steps = num_steps
         self.record = record
         self.checkpoints = checkpoints
-        self.save_rng = save_rng
+        self.save_beside = save_beside
         self.memory = memory
         self.should_stop = should_stop
         self.kl_ctrl = get_kl_controller(**_fields(config.algorithm.kl_ctrl))
@@ -300,7 +300,7 @@ class RayPPOTrainer:
             self.groups.actor_rollout.save(str(folder))
             if self.groups.critic is not None:
                 self.groups.critic.save(str(folder))
-            self.save_rng(str(folder))
+            self.save_beside(str(folder))
 
         state = {
             "step": self.step,

@@ -90,7 +90,7 @@ class FSDPEngine:
         weights = get_model_state_dict(self.hf_model, options=options)
         state = None
         if self.optimizer is not None:
-            state = get_optimizer_state_dict(self.module, self.optimizer, options=options)["state"]
+            state = get_optimizer_state_dict(self.module, self.optimizer, options=options).get("state")  # rank 0 alone
         if self.context.rank != 0:
             return
         self.hf_model.save_pretrained(folder / name, state_dict=weights)

@@ -1,0 +1,89 @@
+"""Runs in processes of their own: signals, two nodes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "trainer.cli", "train"]
+SMALL = [
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.sample_freq=-1",
+]
+
+
+def start(root: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    command = [*COMMAND, *SMALL, f"trainer.default_local_dir={root}", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_step(root: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    path = root / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    pytest.fail(f"step {step} was not reached in time")
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    timed = ("timing", "perf")
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(timed)}
+        for line in path.read_text().splitlines()
+    ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_finishes_the_step_saves_and_the_same_command_goes_on(tmp_path, number, code):
+    process = start(tmp_path, "trainer.total_training_steps=200")
+    wait_for_step(tmp_path, 2, process)
+    # A terminal sends INT to the whole group, Ray's own processes included; kill and ray job stop send TERM to one.
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Stopped and saved" in out
+    steps = len(lines(tmp_path / "metrics.jsonl"))
+    assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == [f"global_step_{steps}"]
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("stopped", code)
+    again = start(tmp_path, f"trainer.total_training_steps={steps + 1}")
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert f"Going on from step {steps}" in out
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, steps + 2))
+
+
+def test_two_nodes_of_a_cluster_train_like_two_devices_of_one(tmp_path, monkeypatch):
+    from ray.cluster_utils import Cluster
+
+    for name in [name for name in os.environ if name.startswith("RAY_") and "AUTH" not in name]:
+        monkeypatch.delenv(name)
+    arguments = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    try:
+        cluster.add_node(num_cpus=1)
+        process = start(tmp_path / "nodes", "trainer.nnodes=2", "trainer.total_training_steps=2", RAY_ADDRESS=cluster.address)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err + out
+        logs = [(tmp_path / f"nodes/logs/device_{rank}.log").read_text() for rank in (0, 1)]
+        places = {next(word for word in log.split() if word.startswith("node_id=")) for log in logs}
+        assert len(places) == 2
+    finally:
+        cluster.shutdown()
+    process = start(tmp_path / "devices", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err + out
+    assert lines(tmp_path / "nodes/metrics.jsonl") == lines(tmp_path / "devices/metrics.jsonl")
