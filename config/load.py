@@ -11,14 +11,14 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import pydantic
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -73,9 +73,14 @@ def compose_values(
     faults = [*_folder_faults(folders[1:]), *check_override_keys(overrides)]
     if faults:
         raise ConfigFaults(faults)
-    search = [f"hydra.searchpath=[{_quoted(f'file://{folder}')}]" for folder in folders[1:]]
+    # Hydra looks for the main file only where it starts, and for all other files in hydra.searchpath too.
+    if config_dir and (folders[1] / f"{config_name}.yaml").is_file():
+        start, other = initialize_config_dir(str(folders[1]), version_base="1.3"), "pkg://config"
+    else:
+        start, other = initialize_config_module("config", version_base="1.3"), f"file://{folders[-1]}"
+    search = [f"hydra.searchpath=[{_quoted(other)}]"] if config_dir else []
     try:
-        with initialize_config_module("config", version_base="1.3"):
+        with start:
             composed = compose(config_name, overrides=[*search, *_for_hydra(overrides, folders)])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -93,9 +98,7 @@ def _folder_faults(folders: Sequence[Path]) -> Iterator[Fault]:
             for group in ("", *GROUPS, *CHOICE_GROUPS):
                 for path in sorted((folder / group).glob("*.yaml")):
                     if (CONFIG_DIR / group / path.name).exists():
-                        yield Fault(
-                            "--config-dir", path, "has the name of a file of Governor's, which would win: rename it"
-                        )
+                        yield Fault("--config-dir", path, "has the name of a file of Governor's: rename it")
 
 
 def _quoted(text: str) -> str:
@@ -369,15 +372,32 @@ def to_plain(config: GovernorConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: GovernorConfig) -> str:
-    """The configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+    """The configuration as YAML that loads back equal: what reads as an interpolation is escaped."""
+    escape = re.compile(r"(\\*)\$\{")
+    plain = _map_texts(to_plain(config), lambda text: escape.sub(lambda match: match[1] * 2 + "\\${", text))
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A configuration that a run wrote, as plain Python; nothing in it is interpolated."""
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     assert isinstance(values, dict)
+    escaped = re.compile(r"(\\*)\\\$\{")
+    values = _map_texts(values, lambda text: escaped.sub(lambda match: match[1][::2] + "${", text))
     return {str(key): value for key, value in values.items()}
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A plain value with all texts in it changed; the keys of mappings stay."""
+    match value:
+        case str():
+            return change(value)
+        case dict():
+            return {key: _map_texts(item, change) for key, item in value.items()}
+        case list():
+            return [_map_texts(item, change) for item in value]
+        case _:
+            return value
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

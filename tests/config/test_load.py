@@ -164,12 +164,6 @@ def test_defaults_give_every_key_of_the_schema_and_no_other() -> None:
     assert set(flatten(compose_values(["experiment=null"]))) == set(LEAVES)
 
 
-def test_experiments_add_no_key() -> None:
-    for name in EXPERIMENTS:
-        values = compose_values([f"experiment={name}"])
-        assert {key for key in flatten(values) if not key.startswith(tuple(open_mappings()))} <= set(LEAVES)
-
-
 def test_walk_keys_lists_groups_and_leaves() -> None:
     keys = list(walk_keys())
     assert len(keys) == len(set(keys))
@@ -194,15 +188,6 @@ def test_every_key_in_the_yaml_files_has_a_comment_above() -> None:
     files = [path for path in CONFIG_DIR.rglob("*.yaml") if path.parent.name not in ("experiment", "ablation")]
     bare = {(path.relative_to(CONFIG_DIR).as_posix(), key) for path in files for key in uncommented(path)}
     assert bare == set(UNCOMMENTED)
-
-
-def test_every_yaml_comment_is_a_sentence() -> None:
-    for path in CONFIG_DIR.rglob("*.yaml"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            comment = line.strip()
-            if comment.startswith("#") and "@package" not in comment:
-                assert re.match(r"# \S", comment), f"{path}: {line}"
-                assert comment.endswith("."), f"{path}: {line}"
 
 
 # --- what follows what -----------------------------------------------------------------------------------------------
@@ -232,7 +217,11 @@ ROLLOUT, REF = "actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_
             3,
             [f"{role}_micro_batch_size_per_gpu" for role in (f"{CRITIC}.ppo", ROLLOUT, REF)],
         ),
-        (f"{ACTOR}.use_dynamic_bsz", True, [f"{role}use_dynamic_bsz" for role in ("critic.", f"{ROLLOUT}_", f"{REF}_")]),
+        (
+            f"{ACTOR}.use_dynamic_bsz",
+            True,
+            [f"{role}use_dynamic_bsz" for role in ("critic.", f"{ROLLOUT}_", f"{REF}_")],
+        ),
         (
             f"{ACTOR}.ppo_max_token_len_per_gpu",
             777,
@@ -240,7 +229,11 @@ ROLLOUT, REF = "actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_
         ),
         (f"{ACTOR}.ppo_epochs", 3, [f"{CRITIC}.ppo_epochs"]),
         (f"{ACTOR}.loss_agg_mode", "token-sum", [f"{CRITIC}.loss_agg_mode"]),
-        (f"{ACTOR}.fsdp_config.dtype", "float64", ["critic.fsdp_config.dtype", "actor_rollout_ref.ref.fsdp_config.dtype"]),
+        (
+            f"{ACTOR}.fsdp_config.dtype",
+            "float64",
+            ["critic.fsdp_config.dtype", "actor_rollout_ref.ref.fsdp_config.dtype"],
+        ),
         ("actor_rollout_ref.model.path", "/some/model", ["critic.model.path"]),
         ("actor_rollout_ref.model.trust_remote_code", True, ["critic.model.trust_remote_code"]),
         ("data.max_response_length", 9, [f"{ACTOR}.loss_scale_factor"]),
@@ -278,7 +271,9 @@ def test_all_faults_of_overrides_come_in_one_message() -> None:
 
 
 def test_all_faults_of_values_come_in_one_message_with_key_value_and_rule() -> None:
-    found = faults("data.seed=-1", "data.truncation=middle", "trainer.logger=console", "data.shuffle=yes", "algorithm.lam=2")
+    found = faults(
+        "data.seed=-1", "data.truncation=middle", "trainer.logger=console", "data.shuffle=yes", "algorithm.lam=2"
+    )
     assert sorted(found) == [
         "algorithm.lam=2: must be less than or equal to 1",
         "data.seed=-1: must be greater than or equal to 0",
@@ -289,7 +284,9 @@ def test_all_faults_of_values_come_in_one_message_with_key_value_and_rule() -> N
 
 
 def test_all_faults_of_rules_come_in_one_message() -> None:
-    found = faults("trainer.experiment_name=a b", "trainer.val_only=true", "data.train_batch_size=255", "data.seed=1e30")
+    found = faults(
+        "trainer.experiment_name=a b", "trainer.val_only=true", "data.train_batch_size=255", "data.seed=1e30"
+    )
     assert len(found) == 1  # a number with a point or an exponent is no whole number, and rules wait for the types
     found = faults("trainer.experiment_name=a b", "data.train_batch_size=255", "trainer.n_gpus_per_node=3")
     assert sorted({line.split("=")[0] for line in found}) == [
@@ -352,7 +349,9 @@ def test_a_known_key_takes_no_sign(sign: str, key: str) -> None:
     assert line == f"{key}: is a key of the schema: write {key}=…, without the leading {sign}"
 
 
-@pytest.mark.parametrize("text", ["seed", "data.seed 3", "=3", "@data=3", "data.seed=[1", "data..seed=3", "data.seed=~/x"])
+@pytest.mark.parametrize(
+    "text", ["seed", "data.seed 3", "=3", "@data=3", "data.seed=[1", "data..seed=3", "data.seed=~/x"]
+)
 def test_what_is_no_override_is_named_as_it_was_written(text: str) -> None:
     (line,) = faults(text)
     assert line.startswith(f"{text}: is not an override of the form key=value")
@@ -384,10 +383,8 @@ def test_every_leaf_takes_null_only_where_the_schema_says_so(key: str) -> None:
     if type(None) not in LEAVES[key]:
         assert any(line.startswith(f"{key}=null: must be ") for line in value_faults(values))
         return
-    try:
-        check_values(values)
-    except ConfigFaults as error:  # a rule over several keys may still need a value
-        assert not any("must be" in line for line in lines(error))
+    # A rule over several keys may need a value; it asks for one in other words.
+    assert not any("must be" in line for line in value_faults(values | {"unknown": 1}))
 
 
 @pytest.mark.parametrize("key", CHOICES)
@@ -414,7 +411,10 @@ def test_every_float_refuses_nan_and_infinity_where_it_means_nothing(key: str, n
     if number == "inf" and key in UNBOUNDED:
         assert get_value(check_values(values), key) == float("inf")
         return
-    name, rule = f"{key}.0" if is_list else key, "must be greater than 0" if key in UNBOUNDED else "must be a finite number"
+    name, rule = (
+        f"{key}.0" if is_list else key,
+        "must be greater than 0" if key in UNBOUNDED else "must be a finite number",
+    )
     rule = "must be a finite number" if number == "nan" else rule
     assert [line for line in value_faults(values) if line.startswith(f"{name}=")] == [f"{name}={number}: {rule}"]
 
@@ -462,13 +462,18 @@ def test_the_open_mappings_are_those_of_the_design() -> None:
     }
 
 
-@pytest.mark.parametrize("key", list(open_mappings()))
-@pytest.mark.parametrize("form", ["{key}.new=1", "+{key}.new=1", "++{key}.new=1", "{key}={{new:1}}", "+{key}={{new:1}}"])
-def test_open_mappings_take_new_keys(key: str, form: str) -> None:
-    assert get_value(load_config([form.format(key=key)]), f"{key}.new") == 1
+def test_every_open_mapping_takes_new_keys() -> None:
+    config = load_config([f"{key}.new.deep=1" for key in open_mappings()])
+    assert [get_value(config, f"{key}.new.deep") for key in open_mappings()] == [1] * 5
 
 
-@pytest.mark.parametrize("value", ["3", "null", "text", "[1]"])
+@pytest.mark.parametrize("text", [".new=1", "={new:1}"])
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_an_open_mapping_takes_every_form(sign: str, text: str) -> None:
+    assert load_config([f"{sign}ray_kwargs.ray_init{text}"]).ray_kwargs.ray_init == {"new": 1}
+
+
+@pytest.mark.parametrize("value", ["3", "null"])
 def test_an_open_mapping_must_stay_a_mapping(value: str) -> None:
     assert faults(f"ray_kwargs.ray_init={value}") == [
         f"ray_kwargs.ray_init={value}: must be a mapping, as in {{name:value}}"
@@ -497,10 +502,8 @@ def test_a_missing_group_file_lists_the_choices(group: str) -> None:
     assert faults(f"{group}=nope") == [f"{group}=nope: no such file; there are default"]
 
 
-@pytest.mark.parametrize("value", ["3", "true", "[1]"])
+@pytest.mark.parametrize("value", ["3", "true"])
 def test_a_choice_of_a_file_must_be_a_name(value: str) -> None:
-    if value == "[1]":
-        return
     assert faults(f"experiment={value}") == [f"experiment={value}: must be the name of a file of config/experiment/"]
     assert faults(f"data={value}") == [f"data={value}: must be the name of a file of config/data/"]
 
@@ -563,12 +566,17 @@ def test_unknown_keys_of_a_users_file_are_refused_with_their_values(tmp_path: Pa
 
 def test_a_users_file_without_its_package_line_is_told_so(tmp_path: Path) -> None:
     found = faults("experiment=mine", config_dir=write_experiment(tmp_path, "mine", "data: {seed: 3}\n", header=""))
-    assert found[0].startswith("experiment={data:{seed:3}}: its file does not begin with the line '# @package _global_'")
+    assert found[0].startswith(
+        "experiment={data:{seed:3}}: its file does not begin with the line '# @package _global_'"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("data: [1\n", "line 3: is not YAML: expected"), ("data:\n  seed: 1\n  seed: 2\n", "line 4: is not YAML: found dup")],
+    [
+        ("data: [1\n", "line 3: is not YAML: expected"),
+        ("data:\n  seed: 1\n  seed: 2\n", "line 4: is not YAML: found dup"),
+    ],
 )
 def test_a_users_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     path = write_experiment(tmp_path, "mine", text)
@@ -586,7 +594,7 @@ def test_a_users_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_a_users_file_that_would_be_passed_over_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path, "copy_ppo", "data: {seed: 11}\n")
     assert faults("experiment=copy_ppo", config_dir=path) == [
-        f"--config-dir={path}/experiment/copy_ppo.yaml: has the name of a file of Governor's, which would win: rename it"
+        f"--config-dir={path}/experiment/copy_ppo.yaml: has the name of a file of Governor's: rename it"
     ]
 
 
@@ -598,22 +606,36 @@ def test_a_missing_main_file_lists_the_choices() -> None:
     assert faults(config_name="nope") == ["--config-name=nope: no such file; there are ppo_trainer"]
 
 
+def test_a_main_file_of_the_users_own_works_from_any_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "its, own"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 12}\n")
+    config = load_config(["data.max_response_length=7"], config_name="mine", config_dir=str(folder))
+    assert (config.data.seed, config.data.max_response_length, config.data.generator.name) == (12, 7, "copy")
+
+
 def test_a_main_file_of_the_users_own_must_have_all_keys(tmp_path: Path) -> None:
-    (tmp_path / "small.yaml").write_text("data: {seed: 1}\n")
+    (tmp_path / "small.yaml").write_text("data: {seed: 1}\nalgorithm: {gamma: 2.0}\n")
     found = faults(config_name="small", config_dir=str(tmp_path))
-    assert "data.train_files: has no value" in found
-    assert "trainer: has no value" in found
+    assert {"data.train_files: has no value", "trainer: has no value"} < set(found)
+    assert "algorithm.gamma=2.0: must be less than or equal to 1" in found
 
 
 # --- plain forms -----------------------------------------------------------------------------------------------------
 
 
-def test_yaml_of_a_configuration_loads_back_equal(tmp_path: Path) -> None:
-    odd = ["actor_rollout_ref.actor.grad_clip=inf", "trainer.project_name=\"7\"", "data.apply_chat_template_kwargs={a:[1,null]}"]
-    config = load_config([*odd, "actor_rollout_ref.model.custom_chat_template='{{ messages }}${x}'"])
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config), encoding="utf-8")
-    assert check_values(read_yaml(path)) == config
+@pytest.mark.parametrize(
+    "text", ["1e5", "on", "null", "${x}", "${", r"a\${x}", r"\\${", "{{ a }} # b", "'\"", "ä\u202e\n x", "2024-01-01"]
+)
+def test_yaml_of_a_configuration_loads_back_equal(tmp_path: Path, text: str) -> None:
+    values = default_values(
+        actor_rollout_ref__model__custom_chat_template=text, actor_rollout_ref__actor__grad_clip=1e-7
+    )
+    values["data"]["apply_chat_template_kwargs"] = {"a": [text, None, {"b": text}]}
+    config = check_values(values)
+    path = write_experiment(tmp_path, "again", to_yaml(config))
+    assert check_values(read_yaml(Path(path) / "experiment" / "again.yaml")) == config
+    assert load_config(["experiment=again"], config_dir=path) == config  # as an experiment, where interpolations act
 
 
 def test_reading_a_runs_yaml_interpolates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
