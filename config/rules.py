@@ -10,6 +10,11 @@ from typing import Any
 from config.schema import GovernorConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# Arguments of apply_chat_template that decide what comes back, which is settled here.
+RESERVED_TEMPLATE_KWARGS = {
+    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
 
@@ -98,6 +103,9 @@ def _data_rules(config: GovernorConfig) -> Iterator[Fault]:
     for key in ("train_max_samples", "val_max_samples"):
         if getattr(data, key) == 0:
             yield Fault(f"data.{key}", 0, "leaves no row: use -1 for all, or a number above 0")
+    for name in sorted(RESERVED_TEMPLATE_KWARGS & set(data.apply_chat_template_kwargs)):
+        value = data.apply_chat_template_kwargs[name]
+        yield Fault(f"data.apply_chat_template_kwargs.{name}", value, "is set by Governor; drop it")
     if data.seed >= 2**63:  # torch.manual_seed takes no more than 64 bits
         yield Fault("data.seed", data.seed, "must be below 2**63")
 

@@ -5,8 +5,7 @@ wire only; the engines remove them.
 """
 
 import numpy as np
-import torch
-from tensordict import NonTensorStack, tensorclass
+from tensordict import NonTensorStack, TensorClass
 from torch import Tensor
 
 # Which stage of a step fills a field, for the message of a stage that finds it missing.
@@ -28,8 +27,7 @@ PRODUCERS = {
 }
 
 
-@tensorclass(shadow=True)
-class PPOBatch:
+class PPOBatch(TensorClass, shadow=True):
     """Prompts, responses and all that is computed from them, row by row. Absent fields are None.
 
     Log-probabilities and entropies are in nats at the sampling temperature. Outside `response_mask` a [B, R] field
@@ -60,15 +58,17 @@ def per_row(values: list) -> NonTensorStack:
     return NonTensorStack(*values)
 
 
-def require(batch: PPOBatch, *fields: str) -> None:
-    """Check that earlier stages filled the fields.
+def require(batch: PPOBatch, *fields: str) -> tuple[Tensor, ...]:
+    """The fields, which earlier stages must have filled.
 
     Raises:
         ValueError: a field is missing; the message names the stage that fills it.
     """
-    for name in fields:
-        if getattr(batch, name) is None:
+    values = tuple(getattr(batch, name) for name in fields)
+    for name, value in zip(fields, values, strict=True):
+        if value is None:
             raise ValueError(f"batch has no {name!r}: it is filled by {PRODUCERS.get(name, 'an earlier stage')}")
+    return values
 
 
 def real_lengths(batch: PPOBatch) -> np.ndarray:

@@ -49,9 +49,13 @@ class CheckpointStore:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise CheckpointError(f"{root}: checkpoints cannot be written here: {error}. Change trainer.default_local_dir.") from None
+            raise CheckpointError(
+                f"{root}: checkpoints cannot be written here: {error}. Change trainer.default_local_dir."
+            ) from None
 
-    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any], about: dict[str, Any]) -> Checkpoint:
+    def save(
+        self, step: int, write: Callable[[Path], None], state: dict[str, Any], about: dict[str, Any]
+    ) -> Checkpoint:
         """Publish a checkpoint: `write` fills a folder aside, then state and manifest are added and it is renamed.
 
         Raises:
@@ -72,7 +76,9 @@ class CheckpointStore:
             _sync_folder(self.root)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(f"{final}: the checkpoint could not be written: {error}. Older ones are intact.") from error
+            raise CheckpointError(
+                f"{final}: the checkpoint could not be written: {error}. Older ones are intact."
+            ) from error
         self.prune()
         return Checkpoint(step, final)
 

@@ -15,14 +15,18 @@ governor config [key=value …]    print the whole configuration, checked and re
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="governor", usage=USAGE, description="PPO for language models, with its limiters exact.")
+    parser = argparse.ArgumentParser(
+        prog="governor", usage=USAGE, description="PPO for language models, with its limiters exact."
+    )
     parser.add_argument("--version", action="version", version=metadata.version("governor-rl"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in (("train", "train"), ("config", "print the configuration")):
         command = commands.add_parser(name, help=text, usage=f"governor {name} [options] [key=value …]")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
         command.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file besides ppo_trainer")
-        command.add_argument("--config-dir", "-cd", help="a folder with files of your own, such as experiment/mine.yaml")
+        command.add_argument(
+            "--config-dir", "-cd", help="a folder with files of your own, such as experiment/mine.yaml"
+        )
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command is None:
         parser.print_usage()
@@ -52,7 +56,7 @@ def _run(command: str, overrides: Sequence[str], config_name: str, config_dir: s
     except ConfigFaults as faults:
         raise ConfigError(str(faults)) from None
     if command == "config":
-        print(to_yaml(config), end="")  # noqa: T201
+        print(to_yaml(config), end="")
         return 0
     from trainer.main_ppo import run
 

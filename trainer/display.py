@@ -72,7 +72,9 @@ class Display:
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Some responses of a step."""
         for sample in samples:
-            self.say(f"step {step} sample: {sample['prompt']!r} -> {sample['response']!r}  score {_figure(sample['score'])}")
+            self.say(
+                f"step {step} sample: {sample['prompt']!r} -> {sample['response']!r}  score {_figure(sample['score'])}"
+            )
 
     def say(self, text: str) -> None:
         """A line of result or progress."""

@@ -78,7 +78,9 @@ class StopSignals:
         if self.received is not None:
             sys.exit(128 + number)
         self.received = number
-        self.say(f"{signal.Signals(number).name}: this step is finished and saved, then the run stops; once more ends it at once")
+        self.say(
+            f"{signal.Signals(number).name}: this step is finished and saved, then the run stops; once more ends it at once"
+        )
 
 
 def run(config: GovernorConfig) -> int:
@@ -136,7 +138,20 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
     run_dir.write_state("running", tracker_ids=trackers.run_ids())
     record = FileRecord(run_dir, trackers, display, tokenizer.tokenizer)
     try:
-        complete = _train(config, run_dir, display, signals, record, checkpoint, recorded, path, tokenizer, train_set, val_set, num_steps)
+        complete = _train(
+            config,
+            run_dir,
+            display,
+            signals,
+            record,
+            checkpoint,
+            recorded,
+            path,
+            tokenizer,
+            train_set,
+            val_set,
+            num_steps,
+        )
     finally:
         display.stop()
         trackers.close()
@@ -204,6 +219,7 @@ def _train(
             reference=ReferenceGroup(pool, roles, PolicySpec(path=path, **tokens)) if config.uses_reference else None,
             critic=_critic(config, pool, checkpoint, path, CriticGroup) if config.uses_critic else None,
         )
+
         def save_beside(folder: str) -> None:
             pool.save_rng(folder)
             tokenizer.tokenizer.save_pretrained(f"{folder}/actor")
@@ -235,9 +251,7 @@ def _train(
 
 def _critic(config: GovernorConfig, pool: Any, checkpoint: Checkpoint | None, path: str, group: Any) -> Any:
     start = str(checkpoint.folder / "critic") if checkpoint else (config.critic.model.path or path)
-    return group(
-        pool, config.critic, start, seed=config.data.seed, max_response_length=config.data.max_response_length
-    )
+    return group(pool, config.critic, start, seed=config.data.seed, max_response_length=config.data.max_response_length)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -270,7 +284,10 @@ def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
         folder = run_dir.root / "model"
         build_random_model(model.random_init, folder, seed=config.data.seed)
         return str(folder)
-    for key, path in (("actor_rollout_ref.model.path", model.path), ("critic.model.path", config.critic.model.path or model.path)):
+    for key, path in (
+        ("actor_rollout_ref.model.path", model.path),
+        ("critic.model.path", config.critic.model.path or model.path),
+    ):
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(
                 f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "

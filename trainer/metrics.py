@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.batch import PPOBatch
+from trainer.batch import PPOBatch, require
 from trainer.ppo.core_algos import masked_mean
 
 Metrics = dict[str, float]
@@ -31,10 +31,9 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def data_metrics(batch: PPOBatch, *, max_response_length: int, max_prompt_length: int, ended: Sequence[bool]) -> Metrics:
+def data_metrics(batch: PPOBatch, *, max_prompt_length: int, ended: Sequence[bool]) -> Metrics:
     """Scores, rewards, advantages, values and lengths of a batch after stage 8."""
-    mask = batch.response_mask
-    assert mask is not None
+    (mask,) = require(batch, "response_mask")
     metrics: Metrics = {}
     per_row = {"score": batch.token_level_scores, "rewards": batch.token_level_rewards}
     for name, values in per_row.items():
@@ -62,7 +61,11 @@ def data_metrics(batch: PPOBatch, *, max_response_length: int, max_prompt_length
 def _spread(name: str, values: Tensor) -> Metrics:
     if values.numel() == 0:
         return {}
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
 
 
 def extra_metrics(extras: Sequence[dict[str, Any]]) -> Metrics:
@@ -84,10 +87,8 @@ def update_metrics(updates: Sequence[Metrics]) -> Metrics:
 
 def timing_metrics(timer: Timer, batch: PPOBatch, *, num_devices: int) -> Metrics:
     """Seconds per part, milliseconds per token, tokens per second and device."""
-    assert batch.attention_mask is not None
-    assert batch.response_mask is not None
     seconds = timer.seconds
-    all_tokens, new_tokens = int(batch.attention_mask.sum()), int(batch.response_mask.sum())
+    all_tokens, new_tokens = (int(mask.sum()) for mask in require(batch, "attention_mask", "response_mask"))
     metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
     for name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
         if name in seconds:

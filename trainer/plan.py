@@ -26,9 +26,13 @@ def _lines(config: GovernorConfig, num_train_rows: int, num_steps: int) -> Itera
     epochs = num_steps * data.train_batch_size / num_train_rows
     yield PlanLine("training steps", str(num_steps), f"{num_train_rows} prompts, {epochs:.3g} epochs of them")
     yield PlanLine("responses per step", str(rows), f"train_batch_size {data.train_batch_size} x rollout.n {rollout.n}")
-    yield PlanLine("devices", str(devices), f"nnodes {config.trainer.nnodes} x n_gpus_per_node {config.trainer.n_gpus_per_node}")
+    yield PlanLine(
+        "devices", str(devices), f"nnodes {config.trainer.nnodes} x n_gpus_per_node {config.trainer.n_gpus_per_node}"
+    )
     longest = data.max_prompt_length + data.max_response_length
-    yield PlanLine("longest row", f"{longest} tokens", f"prompt {data.max_prompt_length} + response {data.max_response_length}")
+    yield PlanLine(
+        "longest row", f"{longest} tokens", f"prompt {data.max_prompt_length} + response {data.max_response_length}"
+    )
     roles = [("actor", actor)] + ([("critic", config.critic)] if config.uses_critic else [])
     for name, role in roles:
         updates = data.train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs

@@ -29,5 +29,7 @@ def start_ray(config: GovernorConfig) -> bool:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ResourceError(f"Ray at {address} cannot be used: {first}. See RAY_ADDRESS and ray_kwargs.ray_init.") from error
+        raise ResourceError(
+            f"Ray at {address} cannot be used: {first}. See RAY_ADDRESS and ray_kwargs.ray_init."
+        ) from error
     return True

@@ -47,7 +47,9 @@ class RunDir:
             (self.root / "logs").mkdir(parents=True, exist_ok=True)
             self._lock = (self.root / ".lock").open("a+")
         except OSError as error:
-            raise ConfigError(f"trainer.default_local_dir={self.root}: the run directory cannot be made: {error}") from None
+            raise ConfigError(
+                f"trainer.default_local_dir={self.root}: the run directory cannot be made: {error}"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainer.batch import PPOBatch
+from trainer.batch import PPOBatch, require
 
 MAX_SAMPLES = 8
 TOKEN_FIELDS = (
@@ -15,8 +15,6 @@ TOKEN_FIELDS = (
 
 def sample_rows(step: int, batch: PPOBatch, scored: Sequence[Any], tokenizer: Any) -> list[dict[str, Any]]:
     """At most eight responses of a batch, evenly spread over its scores from best to worst, for `samples.jsonl`."""
-    assert batch.responses is not None
-    assert batch.response_mask is not None
     order = sorted(range(len(scored)), key=lambda row: -scored[row].reward.score)
     count = min(MAX_SAMPLES, len(order))
     chosen = [order[int(i * (len(order) - 1) / max(count - 1, 1))] for i in range(count)]
@@ -24,10 +22,9 @@ def sample_rows(step: int, batch: PPOBatch, scored: Sequence[Any], tokenizer: An
 
 
 def _sample(step: int, batch: PPOBatch, row: int, scored: Any, tokenizer: Any) -> dict[str, Any]:
-    assert batch.responses is not None
-    assert batch.response_mask is not None
-    mask = batch.response_mask[row]
-    tokens = batch.responses[row][mask].tolist()
+    responses, response_mask = require(batch, "responses", "response_mask")
+    mask = response_mask[row]
+    tokens = responses[row][mask].tolist()
     fields = {name: getattr(batch, name) for name in TOKEN_FIELDS}
     return {
         "step": step,

@@ -28,7 +28,13 @@ class WandbTracker:
         has_key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
         self.run = wandb.init(
-            project=project, name=name, dir=str(folder), id=run_id, resume="allow", config=config, mode=mode  # pyright: ignore
+            project=project,
+            name=name,
+            dir=str(folder),
+            id=run_id,
+            resume="allow",
+            config=config,
+            mode=mode,  # pyright: ignore
         )
         self.run_id = self.run.id
 
@@ -65,12 +71,22 @@ class Trackers:
     """All trackers of a run; none of them can end it."""
 
     def __init__(
-        self, names: Sequence[str], *, project: str, name: str, root: Path, run_ids: Mapping[str, str], config: dict[str, Any], warn: Callable[[str], None]
+        self,
+        names: Sequence[str],
+        *,
+        project: str,
+        name: str,
+        root: Path,
+        run_ids: Mapping[str, str],
+        config: dict[str, Any],
+        warn: Callable[[str], None],
     ) -> None:
         self.warn = warn
         self.active: dict[str, Any] = {}
         makers: dict[str, Callable[[], Any]] = {
-            "wandb": lambda: WandbTracker(project=project, name=name, folder=root, run_id=run_ids.get("wandb"), config=config),
+            "wandb": lambda: WandbTracker(
+                project=project, name=name, folder=root, run_id=run_ids.get("wandb"), config=config
+            ),
             "tensorboard": lambda: TensorboardTracker(folder=root / "tensorboard"),
         }
         for tracker in names:
@@ -96,7 +112,9 @@ class Trackers:
             action()
         except Exception as error:  # whatever a tracker does, it must not cost a run
             self.active.pop(name, None)
-            hint = "; install the extra: pip install 'governor-rl[tensorboard]'" if isinstance(error, ImportError) else ""
+            hint = (
+                "; install the extra: pip install 'governor-rl[tensorboard]'" if isinstance(error, ImportError) else ""
+            )
             self.warn(f"The tracker {name} failed and is left out from here on; metrics.jsonl has all: {error}{hint}")
 
 

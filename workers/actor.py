@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from config.schema import ActorRolloutRefConfig
-from trainer.batch import PPOBatch
+from config.schema import ActorRolloutRefConfig, FSDPConfig, OptimConfig
+from trainer.batch import PPOBatch, require
 from trainer.errors import DivergedError
 from trainer.ppo.core_algos import LossCounts
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
@@ -38,7 +38,9 @@ class LocalUpdate:
     micro_batches: list[np.ndarray]
 
 
-def load_policy(spec: PolicySpec, config: ActorRolloutRefConfig, context: DeviceContext, fsdp, optim) -> FSDPEngine:  # noqa: ANN001
+def load_policy(
+    spec: PolicySpec, config: ActorRolloutRefConfig, context: DeviceContext, fsdp: FSDPConfig, optim: OptimConfig | None
+) -> FSDPEngine:
     """An engine over the policy's weights, trained (`optim`) or not (None)."""
     module = PolicyModel.load(
         spec.path,
@@ -54,10 +56,10 @@ def score_tokens(
     engine: FSDPEngine, batch: PPOBatch, micro_batches: Sequence[np.ndarray], *, temperature: float, with_entropy: bool
 ) -> dict[str, Tensor]:
     """`log_prob`, and `entropy` if asked, of the batch's responses by the engine's policy: each [B, R] float32 on CPU."""
-    assert batch.responses is not None
+    (responses,) = require(batch, "responses")
     names = ("log_prob", "entropy") if with_entropy else ("log_prob",)
     dtype = torch.float64 if next(engine.module.parameters()).dtype == torch.float64 else torch.float32
-    out = {name: torch.zeros(batch.responses.shape, dtype=dtype) for name in names}
+    out = {name: torch.zeros(responses.shape, dtype=dtype) for name in names}
     for rows in micro_batches:
         piece = make_piece(batch, rows, engine.context.device)
         values = engine.module(piece.input_ids, piece.positions, piece.labels, temperature, with_entropy)
@@ -76,7 +78,9 @@ def require_finite(values: Tensor, mask: Tensor, batch: PPOBatch, what: str) -> 
     bad = mask.bool() & ~torch.isfinite(values)
     if bool(bad.any()):
         row, token = (int(i) for i in bad.nonzero()[0])
-        raise DivergedError(f"{what} is {float(values[row, token])} at token {token} of a response to prompt {batch.uid[row]}")
+        raise DivergedError(
+            f"{what} is {float(values[row, token])} at token {token} of a response to prompt {batch.uid[row]}"
+        )
 
 
 class ActorRollout:
@@ -142,18 +146,16 @@ class ActorRollout:
             piece.input_ids, piece.positions, piece.labels, self.config.rollout.temperature, with_entropy
         )
         rows = piece.batch
-        assert rows.old_log_probs is not None
-        assert rows.advantages is not None
-        assert rows.loss_mask is not None
+        old_log_probs, advantages, loss_mask = require(rows, "old_log_probs", "advantages", "loss_mask")
         log_prob = piece.widen(log_prob)
-        require_finite(log_prob.detach(), rows.loss_mask, rows, "the policy's log-probability")
+        require_finite(log_prob.detach(), loss_mask, rows, "the policy's log-probability")
         return ppo_loss(
             log_prob=log_prob,
             entropy=None if entropy is None else piece.widen(entropy),
-            old_log_probs=rows.old_log_probs,
+            old_log_probs=old_log_probs,
             ref_log_prob=rows.ref_log_prob,
-            advantages=rows.advantages,
-            loss_mask=rows.loss_mask,
+            advantages=advantages,
+            loss_mask=loss_mask,
             counts=counts,
             config=actor,
         )

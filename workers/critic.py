@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from config.schema import CriticConfig
-from trainer.batch import PPOBatch
+from trainer.batch import PPOBatch, require
 from workers.actor import LocalUpdate, require_finite
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import ValueModel
@@ -19,7 +19,9 @@ from workers.losses import LossShare, value_loss
 class Critic:
     """One rank of the critic role."""
 
-    def __init__(self, context: DeviceContext, config: CriticConfig, path: str, seed: int, max_response_length: int) -> None:
+    def __init__(
+        self, context: DeviceContext, config: CriticConfig, path: str, seed: int, max_response_length: int
+    ) -> None:
         self.context = context
         self.config = config
         self.max_response_length = max_response_length
@@ -36,8 +38,8 @@ class Critic:
     @torch.no_grad()
     def compute_values(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
         """`values` [B, R] of the states before the batch's response tokens."""
-        assert batch.responses is not None
-        values = torch.zeros(batch.responses.shape, dtype=next(self.engine.module.parameters()).dtype)
+        (responses,) = require(batch, "responses")
+        values = torch.zeros(responses.shape, dtype=next(self.engine.module.parameters()).dtype)
         for rows in micro_batches:
             piece = make_piece(batch, rows, self.context.device)
             out = self.engine.module(piece.input_ids, piece.positions)
@@ -48,23 +50,22 @@ class Critic:
     def update(self, batch: PPOBatch, updates: list[LocalUpdate], lr: float) -> list[UpdateOutcome]:
         """The updates, in order."""
         return [
-            self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.grad_clip) for update in updates
+            self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.grad_clip)
+            for update in updates
         ]
 
     def _shares(self, batch: PPOBatch, update: LocalUpdate) -> Iterator[LossShare]:
         for indexes in update.micro_batches:
             piece = make_piece(batch, indexes, self.context.device)
             rows = piece.batch
-            assert rows.values is not None
-            assert rows.returns is not None
-            assert rows.response_mask is not None
+            values, returns, mask = require(rows, "values", "returns", "response_mask")
             vpreds = piece.widen(self.engine.module(piece.input_ids, piece.positions))
-            require_finite(vpreds.detach(), rows.response_mask, rows, "the critic's value")
+            require_finite(vpreds.detach(), mask, rows, "the critic's value")
             yield value_loss(
                 vpreds=vpreds,
-                values=rows.values,
-                returns=rows.returns,
-                response_mask=rows.response_mask,
+                values=values,
+                returns=returns,
+                response_mask=mask,
                 counts=update.counts,
                 config=self.config,
                 scale=float(self.max_response_length),

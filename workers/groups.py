@@ -56,10 +56,14 @@ class ActorRolloutGroup:
         # Contiguous shares, so that the responses to one prompt mostly meet on one device, which then reads it once.
         shares = np.array_split(np.arange(len(batch)), self.pool.size)
         arguments = {"params": params, "max_tokens": max_tokens, "seed": seed, "step": step, "stream": stream}
-        _fill(batch, shares, self.pool.call(self.NAME, "generate", [(_take(batch, rows),) for rows in shares], **arguments))
-        assert batch.response_mask is not None
-        batch.loss_mask = batch.response_mask.clone()
-        batch.attention_mask = torch.cat([batch.prompt_mask, batch.response_mask], dim=1)
+        _fill(
+            batch,
+            shares,
+            self.pool.call(self.NAME, "generate", [(_take(batch, rows),) for rows in shares], **arguments),
+        )
+        (mask,) = require(batch, "response_mask")
+        batch.loss_mask = mask.clone()
+        batch.attention_mask = torch.cat([batch.prompt_mask, mask], dim=1)
         return batch
 
     def compute_log_prob(self, batch: PPOBatch) -> PPOBatch:
@@ -74,16 +78,17 @@ class ActorRolloutGroup:
 
     def update_actor(self, batch: PPOBatch, context: UpdateContext) -> list[UpdateMetrics]:
         """Update the policy; the metrics of each update, in order."""
-        require(batch, "responses", "loss_mask", "old_log_probs", "advantages")
+        mask, *_ = require(batch, "loss_mask", "responses", "old_log_probs", "advantages")
         actor = self.config.actor
         bound = micro_batching(
-            dynamic=actor.use_dynamic_bsz, max_rows=actor.ppo_micro_batch_size_per_gpu, max_tokens=actor.ppo_max_token_len_per_gpu
+            dynamic=actor.use_dynamic_bsz,
+            max_rows=actor.ppo_micro_batch_size_per_gpu,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
         )
-        assert batch.loss_mask is not None
         updates = plan_updates(
             uid=batch.uid,
             lengths=real_lengths(batch),
-            mask=batch.loss_mask.numpy(),
+            mask=mask.numpy(),
             mini_batch_prompts=actor.ppo_mini_batch_size,
             epochs=actor.ppo_epochs,
             seed=context.seed,
@@ -132,11 +137,15 @@ class CriticGroup:
 
     NAME = "critic"
 
-    def __init__(self, pool: ResourcePool, config: CriticConfig, path: str, *, seed: int, max_response_length: int) -> None:
+    def __init__(
+        self, pool: ResourcePool, config: CriticConfig, path: str, *, seed: int, max_response_length: int
+    ) -> None:
         self.pool = pool
         self.config = config
         self.bound = micro_batching(
-            dynamic=config.use_dynamic_bsz, max_rows=config.ppo_micro_batch_size_per_gpu, max_tokens=config.ppo_max_token_len_per_gpu
+            dynamic=config.use_dynamic_bsz,
+            max_rows=config.ppo_micro_batch_size_per_gpu,
+            max_tokens=config.ppo_max_token_len_per_gpu,
         )
         pool.build(self.NAME, Critic, config, path, seed, max_response_length)
 
@@ -146,12 +155,11 @@ class CriticGroup:
 
     def update_critic(self, batch: PPOBatch, context: UpdateContext) -> list[UpdateMetrics]:
         """Update the value model; the metrics of each update, in order."""
-        require(batch, "responses", "response_mask", "values", "returns")
-        assert batch.response_mask is not None
+        mask, *_ = require(batch, "response_mask", "responses", "values", "returns")
         updates = plan_updates(
             uid=batch.uid,
             lengths=real_lengths(batch),
-            mask=batch.response_mask.numpy(),
+            mask=mask.numpy(),
             mini_batch_prompts=self.config.ppo_mini_batch_size,
             epochs=self.config.ppo_epochs,
             seed=context.seed,

@@ -68,7 +68,7 @@ def ppo_loss(
     pg_loss = agg_loss(surrogate.loss, mask, config.loss_agg_mode, **aggregation)
     loss = pg_loss
     high, low, dual = (
-        masked_sum(clipped.float(), mask) / tokens
+        masked_sum(clipped.to(log_prob.dtype), mask) / tokens
         for clipped in (surrogate.clipped_high, surrogate.clipped_low, surrogate.clipped_dual)
     )
     metrics = {
@@ -93,13 +93,20 @@ def ppo_loss(
         loss = loss + config.kl_loss_coef * kl_loss
         capped = kl_is_capped(log_prob.detach(), ref_log_prob, config.kl_loss_type)
         metrics["actor/kl_loss"] = kl_loss.detach()
-        metrics["actor/kl_loss_capped_frac"] = masked_sum(capped.float(), mask) / tokens
+        metrics["actor/kl_loss_capped_frac"] = masked_sum(capped.to(log_prob.dtype), mask) / tokens
     metrics["actor/loss"] = loss.detach()
     return LossShare(loss, metrics)
 
 
 def value_loss(
-    *, vpreds: Tensor, values: Tensor, returns: Tensor, response_mask: Tensor, counts: LossCounts, config: CriticConfig, scale: float
+    *,
+    vpreds: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    counts: LossCounts,
+    config: CriticConfig,
+    scale: float,
 ) -> LossShare:
     """The critic's loss: clipped squared error of the values to the returns. Tensors are [B, R].
 
@@ -114,7 +121,7 @@ def value_loss(
         loss,
         {
             "critic/vf_loss": loss.detach(),
-            "critic/vf_clipfrac": masked_sum(terms.clipped.float(), mask) / tokens,
+            "critic/vf_clipfrac": masked_sum(terms.clipped.to(vpreds.dtype), mask) / tokens,
             "critic/vpred_mean": masked_sum(vpreds.detach(), mask) / tokens,
         },
     )

@@ -61,7 +61,7 @@ class DeviceProcess:
         with (Path(spec.log_dir) / f"device_{rank}.log").open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        faulthandler.enable(sys.__stderr__)
+        faulthandler.enable(2)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
         node = ray.get_runtime_context().get_node_id()
         log.info("rank %d, pid %d, address %s, node_id=%s", rank, os.getpid(), ray.util.get_node_ip_address(), node)
@@ -192,7 +192,13 @@ class ResourcePool:
         while pending:
             done, pending = ray.wait(pending, timeout=HEARTBEAT_S)
             if not done:
-                log.info("%s: waiting for %d of %d processes, %.0f s", what, len(pending), len(references), time.monotonic() - started)
+                log.info(
+                    "%s: waiting for %d of %d processes, %.0f s",
+                    what,
+                    len(pending),
+                    len(references),
+                    time.monotonic() - started,
+                )
             for reference in done:
                 get(reference, what)
         return [get(reference, what) for reference in references]
@@ -200,7 +206,7 @@ class ResourcePool:
     def shutdown(self) -> None:
         """End the processes and give the devices back."""
         for process in self.processes:
-            ray.kill(process)
+            ray.kill(process)  # pyright: ignore[reportArgumentType]
         remove_placement_group(self._group)
 
 
@@ -248,7 +254,7 @@ def place(spec: PoolSpec) -> PlacementGroup:
                 f"{_shortage(spec, resource, nodes)}\nThey are there, but others held them for "
                 f"trainer.placement_timeout_s={spec.placement_timeout_s:g} s."
             )
-        print(f"Waiting for {spec.nnodes} x {bundle}, which other jobs hold …", file=sys.stderr)  # noqa: T201
+        print(f"Waiting for {spec.nnodes} x {bundle}, which other jobs hold …", file=sys.stderr)
     return group
 
 
@@ -274,4 +280,3 @@ def _shortage(spec: PoolSpec, resource: str, nodes: list[dict[str, Any]]) -> str
             "Lower trainer.nnodes or trainer.n_gpus_per_node, choose trainer.device=cpu, or join a larger cluster with RAY_ADDRESS.",
         ]
     )
-

@@ -245,7 +245,9 @@ def test_sizes_of_the_other_roles_follow_the_actor(key: str, value: Any, followe
 
 
 def test_a_follower_can_be_set_apart() -> None:
-    config = load_config(["critic.ppo_mini_batch_size=128"])
+    config = load_config(
+        ["data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", "critic.ppo_mini_batch_size=128"]
+    )
     assert (config.critic.ppo_mini_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (128, 64)
 
 

@@ -127,7 +127,12 @@ def answered(prompts_of: Callable[..., PPOBatch]) -> Callable[..., PPOBatch]:
     """answered(prompt_lengths, response_lengths, …): a batch after stage 2, with random responses of these lengths."""
 
     def build(
-        prompt_lengths: Sequence[int], response_lengths: Sequence[int], *, samples: int = 1, width: int | None = None, seed: int = 0
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        *,
+        samples: int = 1,
+        width: int | None = None,
+        seed: int = 0,
     ) -> PPOBatch:
         batch = prompts_of(prompt_lengths, samples=samples, seed=seed)
         width = width or max(max(response_lengths), 1)

@@ -26,7 +26,9 @@ def pool(request: pytest.FixtureRequest, open_pool: Callable) -> Iterator[Resour
 
 @pytest.fixture(scope="module")
 def roles(configure: Callable) -> Callable[..., ActorRolloutRefConfig]:
-    base = configure(f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.rollout.n=2", f"{ACTOR}.entropy_coeff=0.01").actor_rollout_ref
+    base = configure(
+        f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.rollout.n=2", f"{ACTOR}.entropy_coeff=0.01"
+    ).actor_rollout_ref
 
     def change(temperature: float, micro: int | None, log_prob_micro: int | None) -> ActorRolloutRefConfig:
         return replace(
@@ -39,7 +41,9 @@ def roles(configure: Callable) -> Callable[..., ActorRolloutRefConfig]:
     return change
 
 
-def first_update(pool: ResourcePool, roles: ActorRolloutRefConfig, path: str, batch: PPOBatch) -> tuple[PPOBatch, dict[str, float]]:
+def first_update(
+    pool: ResourcePool, roles: ActorRolloutRefConfig, path: str, batch: PPOBatch
+) -> tuple[PPOBatch, dict[str, float]]:
     """A sampled batch with all that an update reads, and the metrics of the first update with it."""
     spec = PolicySpec(path=path, eos_token_ids=[1, 3, 4, 7, 9], pad_token_id=0)
     actor, reference = ActorRolloutGroup(pool, roles, spec), ReferenceGroup(pool, roles, spec)

@@ -10,10 +10,12 @@ import torch
 
 from config.schema import DataConfig
 from trainer.batch import PPOBatch, per_row
-from trainer.data.generated import generate_rows
+from trainer.data.generated import Split, generate_rows
 from trainer.data.rows import Prompt, Row, check_row, load_rows
 from trainer.data.tokenizer import PolicyTokenizer
 from trainer.errors import DataError
+
+DATA_ORDER_STREAM = 1  # keeps these random numbers apart from those of the mini-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,16 @@ class PromptDataset:
         )
 
 
-def load_dataset(config: DataConfig, split: str, tokenizer: PolicyTokenizer) -> PromptDataset:
+def load_dataset(config: DataConfig, split: Split, tokenizer: PolicyTokenizer) -> PromptDataset:
     """The rows of a split (`train` or `val`), from files or from the generator, as tokens.
 
     Raises:
         DataError: rows that cannot be used, or a prompt that is too long with `truncation=error`.
     """
     files, limit = (
-        (config.train_files, config.train_max_samples) if split == "train" else (config.val_files, config.val_max_samples)
+        (config.train_files, config.train_max_samples)
+        if split == "train"
+        else (config.val_files, config.val_max_samples)
     )
     keys = {"prompt_key": config.prompt_key, "reward_fn_key": config.reward_fn_key}
     if config.generator.name and not files:
@@ -158,7 +162,7 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool) -> np.nd
     """The order of rows in an epoch, a pure function of its arguments."""
     if not shuffle:
         return np.arange(num_rows)
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
+    return np.random.Generator(np.random.PCG64([DATA_ORDER_STREAM, seed, epoch])).permutation(num_rows)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:

@@ -116,5 +116,7 @@ def _is_prompt(prompt: Any) -> bool:
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
     )

@@ -34,7 +34,9 @@ def load_tokenizer(path: str, config: ModelConfig) -> PolicyTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise DataError(f"actor_rollout_ref.model.tokenizer_path={folder}: no tokenizer can be loaded: {first}") from None
+        raise DataError(
+            f"actor_rollout_ref.model.tokenizer_path={folder}: no tokenizer can be loaded: {first}"
+        ) from None
     if config.custom_chat_template is not None:
         tokenizer.chat_template = config.custom_chat_template
     eos_token_ids = sorted({*_generation_eos(path), *_ids(tokenizer.eos_token_id)})
@@ -47,7 +49,9 @@ def load_tokenizer(path: str, config: ModelConfig) -> PolicyTokenizer:
     pad = tokenizer.pad_token_id
     if pad is None:
         pad = eos_token_ids[0]
-        notices.append(f"The tokenizer has no padding token; token {pad}, an end token, pads. Masks do not depend on it.")
+        notices.append(
+            f"The tokenizer has no padding token; token {pad}, an end token, pads. Masks do not depend on it."
+        )
     return PolicyTokenizer(tokenizer, eos_token_ids, int(pad), notices)
 
 

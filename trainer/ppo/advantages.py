@@ -71,7 +71,10 @@ def compute_rloo(*, token_level_rewards: Tensor, response_mask: Tensor, uid: Seq
     Source: RLOO (arXiv:2402.14740, section 3.2).
     """
     rewards = _per_group(
-        token_level_rewards, response_mask, uid, lambda scores: (scores - scores.mean()) * (len(scores) / (len(scores) - 1))
+        token_level_rewards,
+        response_mask,
+        uid,
+        lambda scores: (scores - scores.mean()) * (len(scores) / (len(scores) - 1)),
     )
     return _spread(rewards, response_mask)
 
@@ -131,7 +134,6 @@ def _spread(scalar: Tensor, response_mask: Tensor) -> AdvantageResult:
     return AdvantageResult(tokens, tokens)
 
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 ADV_ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 

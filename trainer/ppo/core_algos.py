@@ -65,7 +65,12 @@ class LossCounts:
 
 
 def agg_loss(
-    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts, loss_scale_factor: float | None = None
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    counts: LossCounts,
+    loss_scale_factor: float | None = None,
 ) -> Tensor:
     """This piece's share of the mini-batch's loss; the shares of all pieces add up to the loss.
 
@@ -110,13 +115,13 @@ class _CappedK3(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, difference: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, difference: Tensor) -> Tensor:
         inside = difference.clamp(K3_CAP_LOW, K3_CAP_HIGH)
         ctx.save_for_backward(inside)
-        return (torch.exp(-inside) + inside - 1).clamp(max=KL_VALUE_CAP)
+        return (torch.expm1(-inside) + inside).clamp(max=KL_VALUE_CAP)  # expm1: exp(-d) - 1 would cancel near 0
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> Tensor:  # noqa: ANN001  # pyright: ignore
+    def backward(ctx, grad_output: Tensor) -> Tensor:  # pyright: ignore
         (inside,) = ctx.saved_tensors
         return grad_output * -torch.expm1(-inside)
 
@@ -136,7 +141,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_penalty: str) -> Tenso
     if kl_penalty.endswith("+"):
         value = _kl_value(log_prob, ref_log_prob, kl_penalty[:-1])
         k2 = 0.5 * (log_prob - ref_log_prob).square()
-        return k2 + (value - k2).detach()
+        return value.detach() + (k2 - k2.detach())  # in this order the value keeps its bits
     return _kl_value(log_prob, ref_log_prob, kl_penalty)
 
 
@@ -166,6 +171,7 @@ def kl_is_capped(log_prob: Tensor, ref_log_prob: Tensor, kl_penalty: str) -> Ten
 
 def place_scores(scores: Sequence[float], response_mask: Tensor) -> Tensor:
     """Each row's score on its last token with mask 1: [B, R] float32. A row without a token has no place, and gets none."""
+    assert len(scores) == len(response_mask), "one score per row"
     mask = response_mask.bool()
     columns = torch.arange(mask.shape[1])
     last = torch.where(mask, columns, -1).amax(-1, keepdim=True)
@@ -205,7 +211,9 @@ class AdaptiveKLController(FixedKLController):
 
     def __init__(self, kl_coef: float, *, target_kl: float, horizon: float) -> None:
         if target_kl <= 0 or horizon <= 0:
-            raise ValueError(f"the adaptive KL controller needs target_kl > 0 and horizon > 0; got {target_kl}, {horizon}")
+            raise ValueError(
+                f"the adaptive KL controller needs target_kl > 0 and horizon > 0; got {target_kl}, {horizon}"
+            )
         super().__init__(kl_coef)
         self.target_kl = target_kl
         self.horizon = horizon
@@ -238,11 +246,17 @@ class KLPenaltyResult(NamedTuple):
 
     token_level_rewards: Tensor  # [B, R], 0 under mask 0
     mean_kl: float  # mean over rows with tokens of the row's token mean, in nats: what moves the controller
-    num_rows: int  # rows with tokens
+    num_rows: int  # all rows of the batch, which is what the controller counts
 
 
 def apply_kl_penalty(
-    *, token_level_scores: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor, beta: float, penalty: str
+    *,
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    beta: float,
+    penalty: str,
 ) -> KLPenaltyResult:
     """Scores less β times the per-token KL of the sampling policy to the reference, on the tokens of the mask.
 
@@ -255,9 +269,8 @@ def apply_kl_penalty(
     scores = torch.where(mask, token_level_scores, 0.0)
     tokens = mask.sum(-1)
     rows = tokens > 0
-    num_rows = int(rows.sum())
-    mean_kl = float((kl.sum(-1) / tokens.clamp(min=1))[rows].mean()) if num_rows else 0.0
-    return KLPenaltyResult(scores - beta * kl, mean_kl, num_rows)
+    mean_kl = float((kl.sum(-1) / tokens.clamp(min=1))[rows].mean()) if bool(rows.any()) else 0.0
+    return KLPenaltyResult(scores - beta * kl, mean_kl, len(kl))
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -312,7 +325,12 @@ def compute_policy_loss_vanilla(
 
 
 def compute_entropy_loss(
-    entropy: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts, loss_scale_factor: float | None = None
+    entropy: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    counts: LossCounts,
+    loss_scale_factor: float | None = None,
 ) -> Tensor:
     """This piece's share of the policy's entropy in nats, aggregated like the policy loss. A bonus: it is subtracted."""
     return agg_loss(entropy, loss_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)

@@ -12,6 +12,7 @@ import numpy as np
 from trainer.ppo.core_algos import LossCounts
 
 Rows = np.ndarray  # int64, row indexes
+MINI_BATCH_STREAM = 2  # keeps these random numbers apart from those of the data order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ def cut_mini_batches(uid: Sequence[str], *, mini_batch_prompts: int, seed: int, 
     for row, key in enumerate(uid):
         groups.setdefault(key, []).append(row)
     keys = sorted(groups)
-    order = np.random.Generator(np.random.PCG64([seed, step, epoch])).permutation(len(keys))
+    order = np.random.Generator(np.random.PCG64([MINI_BATCH_STREAM, seed, step, epoch])).permutation(len(keys))
     return [
         np.array([row for key in order[start : start + mini_batch_prompts] for row in groups[keys[key]]])
         for start in range(0, len(keys), mini_batch_prompts)
@@ -71,9 +72,7 @@ def cut_micro_batches(rows: Rows, lengths: np.ndarray, bound: MicroBatching) -> 
     return pieces
 
 
-def plan_micro_batches(
-    rows: Rows, lengths: np.ndarray, *, num_ranks: int, bound: MicroBatching
-) -> list[list[Rows]]:
+def plan_micro_batches(rows: Rows, lengths: np.ndarray, *, num_ranks: int, bound: MicroBatching) -> list[list[Rows]]:
     """Micro-batches [rank][micro-batch] of the rows; ranks with fewer get empty ones, so that all have as many."""
     ranks = [cut_micro_batches(share, lengths, bound) for share in split_over_ranks(rows, lengths, num_ranks)]
     most = max(len(pieces) for pieces in ranks)

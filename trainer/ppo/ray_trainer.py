@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from config.schema import GovernorConfig, OptimConfig
 from trainer.batch import PPOBatch, require
@@ -142,7 +141,6 @@ class RayPPOTrainer:
             self.record.samples(self.step, batch, scored)
         metrics |= data_metrics(
             batch,
-            max_response_length=config.data.max_response_length,
             max_prompt_length=config.data.max_prompt_length,
             ended=[item.ended for item in scored],
         )
@@ -171,7 +169,11 @@ class RayPPOTrainer:
         """Stage 1: the step's prompts, in the order of (seed, epoch, position)."""
         data = self.config.data
         indexes = batch_indexes(
-            self.step, num_rows=len(self.train_set), batch_size=data.train_batch_size, seed=data.seed, shuffle=data.shuffle
+            self.step,
+            num_rows=len(self.train_set),
+            batch_size=data.train_batch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
         )
         samples = self.config.actor_rollout_ref.rollout.n
         return self.train_set.batch(indexes.tolist(), step=self.step, samples=samples, pad_token_id=self.pad_token_id)
@@ -179,26 +181,24 @@ class RayPPOTrainer:
     def sampling(self) -> SamplingParams:
         """How training samples."""
         rollout = self.config.actor_rollout_ref.rollout
-        return SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
+        return SamplingParams(
+            temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p
+        )
 
     def apply_kl(self, batch: PPOBatch) -> Metrics:
         """Stage 7: `token_level_rewards`, with the KL to the reference taken off if asked; moves the KL controller."""
-        require(batch, "token_level_scores", "old_log_probs", "response_mask")
-        assert batch.token_level_scores is not None
-        assert batch.old_log_probs is not None
-        assert batch.response_mask is not None
+        (scores,) = require(batch, "token_level_scores")
         algorithm = self.config.algorithm
         if not algorithm.use_kl_in_reward:
-            batch.token_level_rewards = batch.token_level_scores
+            batch.token_level_rewards = scores
             return {}
-        require(batch, "ref_log_prob")
-        assert batch.ref_log_prob is not None
+        old_log_probs, ref_log_prob, mask = require(batch, "old_log_probs", "ref_log_prob", "response_mask")
         beta = self.kl_ctrl.value
         result = apply_kl_penalty(
-            token_level_scores=batch.token_level_scores,
-            old_log_probs=batch.old_log_probs,
-            ref_log_prob=batch.ref_log_prob,
-            response_mask=batch.response_mask,
+            token_level_scores=scores,
+            old_log_probs=old_log_probs,
+            ref_log_prob=ref_log_prob,
+            response_mask=mask,
             beta=beta,
             penalty=algorithm.kl_penalty,
         )
@@ -208,13 +208,12 @@ class RayPPOTrainer:
 
     def compute_advantages(self, batch: PPOBatch) -> None:
         """Stage 8: `advantages` and `returns`."""
-        assert batch.token_level_rewards is not None
-        assert batch.response_mask is not None
+        rewards, mask = require(batch, "token_level_rewards", "response_mask")
         algorithm = self.config.algorithm
         result = compute_advantages(
             algorithm.adv_estimator,
-            token_level_rewards=batch.token_level_rewards,
-            response_mask=batch.response_mask,
+            token_level_rewards=rewards,
+            response_mask=mask,
             uid=batch.uid,
             values=batch.values,
             gamma=algorithm.gamma,
@@ -257,9 +256,8 @@ class RayPPOTrainer:
         Raises:
             DivergedError: a value is NaN or infinite; names field, step and prompt.
         """
-        values, mask = getattr(batch, field), batch.response_mask
-        assert mask is not None
-        bad: Tensor = mask & ~torch.isfinite(values)
+        values, mask = require(batch, field, "response_mask")
+        bad = mask & ~torch.isfinite(values)
         if bool(bad.any()):
             row, token = (int(i) for i in bad.nonzero()[0])
             raise DivergedError(
@@ -274,7 +272,10 @@ class RayPPOTrainer:
         assert self.val_set is not None
         data, kwargs = self.config.data, self.config.actor_rollout_ref.rollout.val_kwargs
         params = SamplingParams(
-            temperature=kwargs.temperature if kwargs.do_sample else 0.0, top_k=kwargs.top_k, top_p=kwargs.top_p, min_p=kwargs.min_p
+            temperature=kwargs.temperature if kwargs.do_sample else 0.0,
+            top_k=kwargs.top_k,
+            top_p=kwargs.top_p,
+            min_p=kwargs.min_p,
         )
         size = data.val_batch_size or len(self.val_set)
         samples: list[ValSample] = []
@@ -282,7 +283,12 @@ class RayPPOTrainer:
             indexes = range(start, min(start + size, len(self.val_set)))
             batch = self.val_set.batch(indexes, step=self.step, samples=kwargs.n, pad_token_id=self.pad_token_id)
             batch = self.groups.actor_rollout.generate(
-                batch, params=params, max_tokens=data.max_response_length, seed=data.seed, step=self.step, stream=VALIDATION
+                batch,
+                params=params,
+                max_tokens=data.max_response_length,
+                seed=data.seed,
+                step=self.step,
+                stream=VALIDATION,
             )
             scored = self.groups.reward.compute_scores(batch)
             samples += [

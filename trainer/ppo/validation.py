@@ -60,7 +60,7 @@ def _source_metrics(source: str, rows: list[ValSample]) -> Metrics:
     means = [sum(row.extra["acc"] if has_acc else row.score for row in group) / len(group) for group in groups.values()]
     metrics = {f"{core}/mean@{n}": _mean(means)}
     k = 1
-    while n > 1 and k <= n:
+    while k <= n:
         rates = [pass_at_k(len(group), sum(_success(row) >= 1 for row in group), k) for group in groups.values()]
         metrics[f"{core}/pass@{k}"] = _mean(rates)
         k = n if k < n < 2 * k else 2 * k

@@ -49,7 +49,9 @@ class UpdateOutcome:
 class FSDPEngine:
     """A sharded model with its optimizer (None for a model that is never trained)."""
 
-    def __init__(self, module: nn.Module, *, context: DeviceContext, config: FSDPConfig, optim: OptimConfig | None) -> None:
+    def __init__(
+        self, module: nn.Module, *, context: DeviceContext, config: FSDPConfig, optim: OptimConfig | None
+    ) -> None:
         self.context = context
         self.hf_model: Any = module.model
         self.module = shard(module, context.mesh, config)
@@ -88,15 +90,14 @@ class FSDPEngine:
         """Write `folder/name` (opens with from_pretrained) and the optimizer beside it. A collective; rank 0 writes."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.hf_model, options=options)
-        state = None
-        if self.optimizer is not None:
-            state = get_optimizer_state_dict(self.module, self.optimizer, options=options).get("state")  # rank 0 alone
-        if self.context.rank != 0:
+        assert self.optimizer is not None, "only what is trained is saved"
+        optimizer: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=options)
+        if self.context.rank != 0:  # where both are empty
             return
         self.hf_model.save_pretrained(folder / name, state_dict=weights)
-        if state is not None:
-            tensors = {f"{parameter}/{key}": value for parameter, slots in state.items() for key, value in slots.items()}
-            save_file(tensors, folder / f"{name}_optimizer.safetensors")
+        state = optimizer["state"].items()
+        tensors = {f"{parameter}/{slot}": value for parameter, slots in state for slot, value in slots.items()}
+        save_file(tensors, folder / f"{name}_optimizer.safetensors")
         for path in [folder / f"{name}_optimizer.safetensors", *(folder / name).iterdir()]:
             fsync(path)
 
@@ -145,5 +146,3 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch import PPOBatch, per_row
+from trainer.batch import PPOBatch, per_row, require
 
 
 @dataclass(slots=True)
@@ -25,23 +25,23 @@ class Piece:
 
     def widen(self, values: Tensor) -> Tensor:
         """Per-token values [b, T] as [b, R], the wire's width, with zeros on the right."""
-        assert self.batch.responses is not None
-        return torch.nn.functional.pad(values, (0, self.batch.responses.shape[1] - values.shape[1]))
+        (responses,) = require(self.batch, "responses")
+        return torch.nn.functional.pad(values, (0, responses.shape[1] - values.shape[1]))
 
 
 def make_piece(batch: PPOBatch, rows: np.ndarray, device: torch.device) -> Piece:
     """The rows of a batch as a piece. No rows: one blank row, so that a rank without work joins the collectives."""
     taken = batch[torch.from_numpy(rows)] if len(rows) else _blank_row(batch)
     taken = taken.to(device)
-    assert taken.attention_mask is not None
+    responses, attention_mask = require(taken, "responses", "attention_mask")
     width = taken.prompts.shape[1]
     prompt_lengths = taken.prompt_mask.sum(-1, keepdim=True)
-    response_lengths = taken.attention_mask[:, width:].sum(-1, keepdim=True)
+    response_lengths = attention_mask[:, width:].sum(-1, keepdim=True)
     longest = int((prompt_lengths + response_lengths).max())
     num_response = max(int(response_lengths.max()), 1)
 
     # Column c of a row is column c + (left padding) of the wire; clamped past the end and zeroed there.
-    wire = torch.cat([taken.prompts, taken.responses], dim=1)
+    wire = torch.cat([taken.prompts, responses], dim=1)
     columns = torch.arange(longest, device=device) + (width - prompt_lengths)
     input_ids = wire.gather(1, columns.clamp(max=wire.shape[1] - 1))
     real = torch.arange(longest, device=device) < prompt_lengths + response_lengths

@@ -48,7 +48,7 @@ class Reward:
 def load_function(spec: RewardFunctionSpec) -> Callable[..., Any]:
     """The function to call; importing the user's file runs its code."""
     if spec.path is None:
-        return lambda data_source, **arguments: SCORERS[data_source](data_source, **arguments)
+        return lambda data_source, **arguments: SCORERS[data_source](data_source, **arguments)  # pyright: ignore[reportCallIssue]
     path = Path(spec.path).resolve()
     sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -89,13 +89,28 @@ def as_reward(value: Any, function: str, row: str) -> Reward:
             raise RewardError(f"{function} returned a mapping without 'score' for {row}: {dict(value)!r}")
         score = value["score"]
         extra = {str(key): _plain(field) for key, field in value.items() if key != "score"}
-    number = _plain(score)
-    if not isinstance(number, int | float) or not math.isfinite(number):
+    number = _finite(score)
+    if number is None:
         raise RewardError(
             f"{function} returned {score!r} ({type(score).__name__}) for {row}; a reward is a finite number, or a mapping "
             "with a finite number under 'score'"
         )
-    return Reward(score=float(number), extra=extra)
+    if "acc" in extra and _finite(extra["acc"]) is None:
+        raise RewardError(
+            f"{function} returned acc={extra['acc']!r} for {row}; 'acc' is a finite number, 1 for a success"
+        )
+    return Reward(score=number, extra=extra)
+
+
+def _finite(value: Any) -> float | None:
+    """The value as a finite float, or None."""
+    number = _plain(value)
+    if not isinstance(number, int | float):
+        return None
+    try:
+        return float(number) if math.isfinite(number) else None
+    except OverflowError:  # an integer beyond float's range
+        return None
 
 
 def _plain(value: Any) -> Any:

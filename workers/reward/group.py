@@ -50,10 +50,8 @@ class RewardGroup:
         Raises:
             RewardError: the reward function failed for a row.
         """
-        require(batch, "responses", "response_mask")
-        assert batch.responses is not None
-        assert batch.response_mask is not None
-        tokens = [row[mask].tolist() for row, mask in zip(batch.responses, batch.response_mask, strict=True)]
+        responses, response_mask = require(batch, "responses", "response_mask")
+        tokens = [row[mask].tolist() for row, mask in zip(responses, response_mask, strict=True)]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         ended = [bool(ids) and ids[-1] in self.eos_token_ids for ids in tokens]
         rows = [
@@ -77,10 +75,10 @@ class RewardGroup:
             for text, end, reward, ids in zip(texts, ended, rewards, tokens, strict=True)
             if reward is not None
         ]
-        batch.token_level_scores = place_scores([item.reward.score for item in scored], batch.response_mask)
+        batch.token_level_scores = place_scores([item.reward.score for item in scored], response_mask)
         return scored
 
     def shutdown(self) -> None:
         """End the workers and their children."""
         for worker in self.workers:
-            worker.__ray_terminate__.remote()
+            worker.__ray_terminate__.remote()  # pyright: ignore[reportAttributeAccessIssue]

@@ -31,7 +31,13 @@ class HFRollout:
     """A model in the sampler's precision and the loop that decodes with it."""
 
     def __init__(
-        self, model: torch.nn.Module, *, eos_token_ids: list[int], pad_token_id: int, max_num_seqs: int, device: torch.device
+        self,
+        model: torch.nn.Module,
+        *,
+        eos_token_ids: list[int],
+        pad_token_id: int,
+        max_num_seqs: int,
+        device: torch.device,
     ) -> None:
         self.model = model.to(device)
         self.eos_token_ids = torch.tensor(eos_token_ids, device=device)
@@ -62,7 +68,13 @@ class HFRollout:
         return Responses(tokens, mask, log_probs.where(mask, 0.0))
 
     def _decode(
-        self, prompts: Tensor, prompt_mask: Tensor, uniform: Tensor, params: SamplingParams, tokens: Tensor, log_probs: Tensor
+        self,
+        prompts: Tensor,
+        prompt_mask: Tensor,
+        uniform: Tensor,
+        params: SamplingParams,
+        tokens: Tensor,
+        log_probs: Tensor,
     ) -> None:
         """Fill tokens and log_probs [b, R] in place; rows that have ended leave the batch when half of it has."""
         first = int(prompt_mask.int().argmax(-1).min())  # columns that are padding in all rows are left out
@@ -90,7 +102,9 @@ class HFRollout:
 
     def _prefill(self, prompts: Tensor, prompt_mask: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of the first token, mask and next position per row; a prompt repeated row after row runs once."""
-        both, repeats = torch.unique_consecutive(torch.cat([prompts, prompt_mask.long()], 1), dim=0, return_inverse=True)
+        both, repeats = torch.unique_consecutive(
+            torch.cat([prompts, prompt_mask.long()], 1), dim=0, return_inverse=True
+        )
         unique_prompts, unique_mask = both.chunk(2, dim=1)
         positions = (unique_mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(unique_prompts, unique_mask, positions, cache)

@@ -33,7 +33,9 @@ def uniform_numbers(
     `stream` keeps validation's numbers apart from training's. The order or the company of rows changes nothing.
     """
     rows = [
-        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, step, stream, prompt, sample]))).random(num_tokens)
+        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, step, stream, prompt, sample]))).random(
+            num_tokens
+        )
         for prompt, sample in zip(prompt_index, sample_index, strict=True)
     ]
     return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, num_tokens)))
@@ -53,7 +55,9 @@ def sample_tokens(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tu
     cdf = log_p.double().exp().cumsum(-1)
     total = cdf[:, -1:]
     # Strictly below the total, or rounding could pick a token of probability 0 at the end.
-    target = torch.minimum(uniform.unsqueeze(-1).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(
+        uniform.unsqueeze(-1).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total))
+    )
     token = torch.searchsorted(cdf, target, right=True).squeeze(-1)
     return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 

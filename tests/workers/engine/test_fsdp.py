@@ -1,7 +1,9 @@
 """The engine on one process: what it saves, what it goes on from, and the precision it keeps."""
 
 import dataclasses
+import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,6 +100,19 @@ def test_a_saved_policy_keeps_the_generation_config(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "actor").generation_config.eos_token_id == [1, 4]
 
 
+def test_a_policy_with_sampling_settings_in_its_generation_config_can_be_saved(
+    write_model: Callable[..., str], make_engine: Callable[..., FSDPEngine], tmp_path: Path
+) -> None:
+    """Public models ship temperature without do_sample, which transformers reads with a warning and refuses to write."""
+    start = tmp_path / "start"
+    shutil.copytree(write_model("llama"), start)
+    (start / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 4]})
+    )
+    make_engine(start).save(tmp_path, "actor")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "actor").generation_config.eos_token_id == [1, 4]
+
+
 def test_a_saved_critic_gives_equal_values(
     write_model: Callable[..., str], device_context: DeviceContext, batch: PPOBatch, tmp_path: Path
 ) -> None:
@@ -180,7 +195,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_leaves_the_weights(
     engine = make_engine(write_model("qwen3"))
     update(engine, batch)
     before = weights(engine)
-    with pytest.raises(DivergedError, match="gradient norm is (nan|inf)"):
+    with pytest.raises(DivergedError, match=r"gradient norm is (nan|inf)"):
         update(engine, batch, scale=scale)
     assert same_bits(before, weights(engine))
 
@@ -210,7 +225,9 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(
 ) -> None:
     engine = make_engine(write_model("qwen3"), dtype="bfloat16")
     seen = []
-    engine.hf_model.get_output_embeddings().register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    engine.hf_model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output.dtype)
+    )
     before = weights(engine)
     # 1e-5 is less than the gap between neighbouring bfloat16 numbers around 0.1 (5e-4): only a master can keep it.
     update(engine, batch, lr=1e-5)

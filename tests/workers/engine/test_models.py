@@ -71,7 +71,9 @@ def test_log_probs_and_entropies_equal_a_full_forward_of_transformers(
         assert torch.allclose(entropy[row, :response], -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-5)
 
 
-def test_the_capped_models_logits_are_capped_and_the_cap_is_felt(write_model: Callable[..., str], batch: PPOBatch) -> None:
+def test_the_capped_models_logits_are_capped_and_the_cap_is_felt(
+    write_model: Callable[..., str], batch: PPOBatch
+) -> None:
     """Guards the test above: without the cap the numbers would differ."""
     capped = run_policy(PolicyModel.load(write_model("gemma2"), **LOAD), batch)[0]
     free = run_policy(PolicyModel.load(write_model("gemma2", final_logit_softcapping=None), **LOAD), batch)[0]
@@ -81,7 +83,9 @@ def test_the_capped_models_logits_are_capped_and_the_cap_is_felt(write_model: Ca
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-def test_numbers_do_not_depend_on_padding_or_company(write_model: Callable[..., str], batch: PPOBatch, kind: str) -> None:
+def test_numbers_do_not_depend_on_padding_or_company(
+    write_model: Callable[..., str], batch: PPOBatch, kind: str
+) -> None:
     model = PolicyModel.load(write_model(kind), **LOAD)
     log_prob, entropy = run_policy(model, batch, 0.6)
     wide_log_prob, wide_entropy = run_policy(model, widened(batch, left=6, right=5), 0.6)
@@ -129,7 +133,9 @@ def test_a_value_is_read_at_the_column_before_its_token(
             assert float(values[row, t]) == pytest.approx(float(columns[prompt - 1 + t]), abs=1e-5)
 
 
-def test_a_value_does_not_know_its_own_token(write_model: Callable[..., str], answered: Callable[..., PPOBatch]) -> None:
+def test_a_value_does_not_know_its_own_token(
+    write_model: Callable[..., str], answered: Callable[..., PPOBatch]
+) -> None:
     model = ValueModel.load(write_model("qwen3"), **LOAD)
     batch = answered([4], [5])
     before = run_value(model, batch)
@@ -154,7 +160,9 @@ def test_a_saved_critic_keeps_its_head(write_model: Callable[..., str], batch: P
         ("qwen3", {"attention_dropout": 0.5}),
     ],
 )
-def test_dropout_is_off_in_the_policy(write_model: Callable[..., str], batch: PPOBatch, kind: str, dropout: dict) -> None:
+def test_dropout_is_off_in_the_policy(
+    write_model: Callable[..., str], batch: PPOBatch, kind: str, dropout: dict
+) -> None:
     folder = write_model(kind, **dropout)
     saved = json.loads((Path(folder) / "config.json").read_text())
     assert 0.5 in [value for name, value in saved.items() if "dropout" in name or "pdrop" in name]
@@ -173,14 +181,18 @@ def test_dropout_is_off_in_the_critic(write_model: Callable[..., str], batch: PP
     assert torch.equal(run_value(model, batch), run_value(model, batch))
 
 
-def test_the_weights_keep_the_precision_asked_for_whatever_the_file_holds(write_model: Callable[..., str], tmp_path: Path) -> None:
+def test_the_weights_keep_the_precision_asked_for_whatever_the_file_holds(
+    write_model: Callable[..., str], tmp_path: Path
+) -> None:
     AutoModelForCausalLM.from_pretrained(write_model("qwen3"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     model = PolicyModel.load(str(tmp_path), **LOAD)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_override_config_reaches_the_model(write_model: Callable[..., str], batch: PPOBatch) -> None:
-    changed = PolicyModel.load(write_model("qwen3"), **LOAD | {"override_config": {"rope_theta": 100.0, "num_hidden_layers": 1}})
+    changed = PolicyModel.load(
+        write_model("qwen3"), **LOAD | {"override_config": {"rope_theta": 100.0, "num_hidden_layers": 1}}
+    )
     assert changed.model.config.num_hidden_layers == 1
     assert len(changed.model.model.layers) == 1
 

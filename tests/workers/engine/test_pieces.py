@@ -104,7 +104,12 @@ lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, 
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(rows=lengths, extra_prompt=st.integers(0, 4), extra_response=st.integers(0, 4), choice=st.randoms(use_true_random=False))
+@given(
+    rows=lengths,
+    extra_prompt=st.integers(0, 4),
+    extra_response=st.integers(0, 4),
+    choice=st.randoms(use_true_random=False),
+)
 def test_any_lengths_and_padding_give_the_real_tokens_their_positions_and_labels(
     rows: Rows, extra_prompt: int, extra_response: int, choice: Callable
 ) -> None:
@@ -122,4 +127,7 @@ def test_any_lengths_and_padding_give_the_real_tokens_their_positions_and_labels
         assert piece.input_ids[place].tolist() == real + padding
         assert piece.labels[place, :response].tolist() == real[prompt:]
         # The column of each position holds the token just before the label.
-        assert piece.input_ids[place].gather(0, piece.positions[place, :response]).tolist() == real[prompt - 1 : -1][:response]
+        assert (
+            piece.input_ids[place].gather(0, piece.positions[place, :response]).tolist()
+            == real[prompt - 1 : -1][:response]
+        )

@@ -47,7 +47,9 @@ LIMITERS = [
     "actor_rollout_ref.rollout.n=2",
 ]
 # The step is large against the tolerance: weights of 0.1 move by 1e-4, and may differ by 1e-6.
-ADAMW = [f"{role}.optim.{key}" for role in (ACTOR, CRITIC) for key in ("optimizer=AdamW", "lr=1e-4", "weight_decay=0.01")]
+ADAMW = [
+    f"{role}.optim.{key}" for role in (ACTOR, CRITIC) for key in ("optimizer=AdamW", "lr=1e-4", "weight_decay=0.01")
+]
 SGD = [
     f"{role}.{key}"
     for role in (ACTOR, CRITIC)
@@ -77,7 +79,16 @@ def widened(batch: PPOBatch) -> PPOBatch:
     """Five more columns of prompt and four of response; numbers there are NaN, tokens are 7."""
     wider = batch.clone()
     pad = torch.nn.functional.pad
-    for name in ("responses", "response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "advantages", "values", "returns"):
+    for name in (
+        "responses",
+        "response_mask",
+        "loss_mask",
+        "old_log_probs",
+        "ref_log_prob",
+        "advantages",
+        "values",
+        "returns",
+    ):
         tensor = getattr(batch, name)
         fill = math.nan if tensor.is_floating_point() else (0 if tensor.dtype == torch.bool else 7)
         setattr(wider, name, pad(tensor, (0, 4), value=fill))
@@ -100,7 +111,9 @@ def critic(policy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("critic")
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        ValueModel.load(policy, dtype=torch.float32, override_config={}, trust_remote_code=False).model.save_pretrained(folder)
+        ValueModel.load(policy, dtype=torch.float32, override_config={}, trust_remote_code=False).model.save_pretrained(
+            folder
+        )
     return str(folder)
 
 
@@ -121,7 +134,9 @@ def batch(answered: Callable[..., PPOBatch], policy: str, critic: str, row_ids: 
     with torch.no_grad():
         for row, length in enumerate(RESPONSES):
             ids = torch.tensor(row_ids(batch, row))
-            log_p = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1] / TEMPERATURE, -1).gather(-1, ids[1:, None])
+            log_p = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1] / TEMPERATURE, -1).gather(
+                -1, ids[1:, None]
+            )
             log_prob[row, :length] = log_p[len(log_p) - length :, 0]
             value[row, :length] = valuer(input_ids=ids[None]).logits[0, len(ids) - length - 1 : -1, 0]
     # Not centred: a loss that nearly cancels out has no relative accuracy in float32.
@@ -193,7 +208,9 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
         logits = model(input_ids=ids[None]).logits[0, len(ids) - length - 1 : len(ids) - 1] / TEMPERATURE
         log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
         log_prob = log_p[torch.arange(length), ids[len(ids) - length :]][mask]
-        a, old, ref = (getattr(batch, name)[row, :length][mask] for name in ("advantages", "old_log_probs", "ref_log_prob"))
+        a, old, ref = (
+            getattr(batch, name)[row, :length][mask] for name in ("advantages", "old_log_probs", "ref_log_prob")
+        )
         ratio = torch.exp(log_prob - old)
         plain, clipped = -a * ratio, -a * ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
         worse = torch.maximum(plain, clipped)
@@ -215,10 +232,10 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
     }
     norm, weights = step_by_hand(model, loss, actor)
     metrics = {
-        "actor/loss": float(loss),
-        "actor/pg_loss": float(pg_loss),
-        "actor/entropy_loss": float(entropy_loss),
-        "actor/kl_loss": float(kl_loss),
+        "actor/loss": loss.item(),
+        "actor/pg_loss": pg_loss.item(),
+        "actor/entropy_loss": entropy_loss.item(),
+        "actor/kl_loss": kl_loss.item(),
         "actor/kl_loss_capped_frac": share["capped"],
         "actor/ppo_kl": share["kl"],
         "actor/pg_clipfrac": share["high"] + share["low"],
@@ -230,7 +247,9 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
     return Outcome(metrics, weights)
 
 
-def critic_by_hand(folder: str, batch: PPOBatch, critic: CriticConfig, row_ids: Callable, dtype: torch.dtype) -> Outcome:
+def critic_by_hand(
+    folder: str, batch: PPOBatch, critic: CriticConfig, row_ids: Callable, dtype: torch.dtype
+) -> Outcome:
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=dtype).eval()
     errors, clipped, values = [], [], []
     for row, length in enumerate(RESPONSES):
@@ -245,7 +264,7 @@ def critic_by_hand(folder: str, batch: PPOBatch, critic: CriticConfig, row_ids: 
     loss = aggregate(errors, critic.loss_agg_mode)
     norm, weights = step_by_hand(model, loss, critic)
     metrics = {
-        "critic/vf_loss": float(loss),
+        "critic/vf_loss": loss.item(),
         "critic/vf_clipfrac": float(torch.cat(clipped).double().mean()),
         "critic/vpred_mean": float(torch.cat(values).double().mean()),
         "critic/grad_norm": norm,
@@ -273,7 +292,9 @@ def configs(configure: Callable[..., GovernorConfig]) -> Callable[..., Configs]:
 
 
 @pytest.fixture(scope="module")
-def by_hand(configs: Callable[..., Configs], policy: str, critic: str, batch: PPOBatch, row_ids: Callable) -> Callable[..., Outcome]:
+def by_hand(
+    configs: Callable[..., Configs], policy: str, critic: str, batch: PPOBatch, row_ids: Callable
+) -> Callable[..., Outcome]:
     """by_hand(role, optimizer, mode): float32 with AdamW, float64 with SGD."""
 
     @functools.cache
@@ -320,7 +341,9 @@ def update_critic(pool: ResourcePool, critic: str, tmp_path: Path, read_weights:
     return run
 
 
-def assert_equal_metrics(metrics: dict[str, float], expected: dict[str, float], *, rel: float = 1e-5, absolute: float = 1e-7) -> None:
+def assert_equal_metrics(
+    metrics: dict[str, float], expected: dict[str, float], *, rel: float = 1e-5, absolute: float = 1e-7
+) -> None:
     assert metrics.keys() == expected.keys()
     for name in expected:
         assert metrics[name] == pytest.approx(expected[name], rel=rel, abs=absolute), name
@@ -334,7 +357,9 @@ def assert_equal_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]
 
 def assert_equal_elements(weights: dict[str, Tensor], expected: dict[str, Tensor], *, atol: float = 1e-12) -> None:
     for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0.0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            weights[name], weight, rtol=0.0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # --- the claims ------------------------------------------------------------------------------------------------------
@@ -359,7 +384,12 @@ def test_the_token_budget_leaves_a_rank_with_an_empty_piece(batch: PPOBatch) -> 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_an_actor_update_is_the_same_however_it_is_cut(
-    configs: Callable[..., Configs], by_hand: Callable[..., Outcome], update_actor: Update, batch: PPOBatch, mode: str, way: str
+    configs: Callable[..., Configs],
+    by_hand: Callable[..., Outcome],
+    update_actor: Update,
+    batch: PPOBatch,
+    mode: str,
+    way: str,
 ) -> None:
     changes, arrange = WAYS[way]
     outcome, expected = update_actor(arrange(batch), configs("AdamW", mode, **changes)), by_hand(ACTOR, "AdamW", mode)
@@ -385,7 +415,12 @@ EVERY_MODE_AND_WAY = [(mode, "token budget") for mode in LOSS_AGG_MODES] + [
 
 @pytest.mark.parametrize(("mode", "way"), EVERY_MODE_AND_WAY)
 def test_in_float64_every_weight_of_an_actor_update_is_the_same(
-    configs: Callable[..., Configs], by_hand: Callable[..., Outcome], update_actor: Update, batch: PPOBatch, mode: str, way: str
+    configs: Callable[..., Configs],
+    by_hand: Callable[..., Outcome],
+    update_actor: Update,
+    batch: PPOBatch,
+    mode: str,
+    way: str,
 ) -> None:
     changes, arrange = WAYS[way]
     outcome = update_actor(arrange(in_float64(batch)), configs("SGD", mode, **changes))
@@ -423,7 +458,12 @@ def test_a_mini_batch_without_a_token_gives_loss_0_gradient_0_and_leaves_the_wei
 
 
 def test_the_updates_of_a_step_take_the_same_rows_in_any_cut(
-    configs: Callable[..., Configs], pool: ResourcePool, policy: str, batch: PPOBatch, tmp_path: Path, read_weights: Callable
+    configs: Callable[..., Configs],
+    pool: ResourcePool,
+    policy: str,
+    batch: PPOBatch,
+    tmp_path: Path,
+    read_weights: Callable,
 ) -> None:
     """Two mini-batches, twice: which rows meet in which update does not depend on the cut either."""
     outcomes = []
@@ -461,12 +501,16 @@ def test_what_any_number_of_processes_saved_goes_on_in_one(
 
     alone = ActorRollout(device_context, roles, PolicySpec(path=str(tmp_path / "first" / "actor"), **TOKENS))
     alone.load_optimizer(str(tmp_path / "first"))
-    alone.update(batch, [LocalUpdate(counts=LossCounts.of(batch.loss_mask), micro_batches=[np.arange(len(batch))])], 1e-4)
+    alone.update(
+        batch, [LocalUpdate(counts=LossCounts.of(batch.loss_mask), micro_batches=[np.arange(len(batch))])], 1e-4
+    )
     goes_on = {name: value.clone() for name, value in alone.engine.full_weights()}
     assert_equal_weights(read_weights(tmp_path / "second" / "actor"), goes_on)
 
 
-def test_a_tied_policy_is_saved_once_by_any_number_of_processes(update_actor: Update, configs: Callable, batch: PPOBatch) -> None:
+def test_a_tied_policy_is_saved_once_by_any_number_of_processes(
+    update_actor: Update, configs: Callable, batch: PPOBatch
+) -> None:
     """The head shares the embedding's weights: a second copy would double the file of a small model."""
     weights = update_actor(batch, configs("AdamW")).weights
     assert "model.embed_tokens.weight" in weights

@@ -37,7 +37,12 @@ def rollout(write_model: Callable[..., str]) -> Callable[..., HFRollout]:
 
 
 def decode(
-    rollout: HFRollout, batch: PPOBatch, params: SamplingParams = SAMPLED, *, max_tokens: int = MAX_TOKENS, step: int = 1
+    rollout: HFRollout,
+    batch: PPOBatch,
+    params: SamplingParams = SAMPLED,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    step: int = 1,
 ) -> Responses:
     uniform = uniform_numbers(
         seed=0,
@@ -95,7 +100,11 @@ def test_greedy_equals_transformers_generate_on_left_padded_prompts(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2", "cohere"])
 def test_log_probs_equal_a_later_full_forward_of_the_policy(
-    rollout: Callable[..., HFRollout], write_model: Callable[..., str], prompts_of: Callable, kind: str, temperature: float
+    rollout: Callable[..., HFRollout],
+    write_model: Callable[..., str],
+    prompts_of: Callable,
+    kind: str,
+    temperature: float,
 ) -> None:
     batch = prompts_of(PROMPTS, samples=2)
     responses = decode(rollout(kind), batch, SamplingParams(temperature=temperature))
@@ -117,7 +126,9 @@ def test_greedy_log_probs_are_those_at_temperature_1(
     responses = decode(rollout(), batch, GREEDY)
     piece = make_piece(as_batch(batch, responses), np.arange(len(batch)), CPU)
     with torch.no_grad():
-        log_prob, _ = PolicyModel.load(write_model("qwen3"), **LOAD)(piece.input_ids, piece.positions, piece.labels, 1.0, False)
+        log_prob, _ = PolicyModel.load(write_model("qwen3"), **LOAD)(
+            piece.input_ids, piece.positions, piece.labels, 1.0, False
+        )
     assert torch.allclose(responses.log_probs[responses.mask], piece.widen(log_prob)[responses.mask], rtol=0, atol=1e-5)
 
 
@@ -231,12 +242,16 @@ def test_rows_that_have_ended_leave_the_batch_and_the_others_do_not_notice(
     lengths = together.mask.sum(-1)
     assert len(set(sizes[1:])) >= 3, "the batch shrank at least twice"
     running = [int((lengths > t).sum()) for t in range(1, len(sizes))]
-    assert all(count <= size < 2 * count for count, size in zip(running, sizes[1:], strict=True)), "at most half has ended"
+    assert all(count <= size < 2 * count for count, size in zip(running, sizes[1:], strict=True)), (
+        "at most half has ended"
+    )
     for row in torch.argsort(lengths)[-4:].tolist():  # the last ones to stay
         assert_same_responses(decode(backend, batch[row : row + 1]), rows_of(together, torch.tensor([row])))
 
 
-def test_decoding_stops_once_all_have_ended(rollout: Callable[..., HFRollout], prompts_of: Callable[..., PPOBatch]) -> None:
+def test_decoding_stops_once_all_have_ended(
+    rollout: Callable[..., HFRollout], prompts_of: Callable[..., PPOBatch]
+) -> None:
     backend = rollout(eos=list(range(41)))
     sizes = batch_sizes(backend)
     assert decode(backend, prompts_of(PROMPTS)).mask.sum(-1).tolist() == [1] * len(PROMPTS)
@@ -252,7 +267,9 @@ def test_a_prompt_repeated_row_after_row_is_read_once(
     assert sizes == [len(PROMPTS), 4 * len(PROMPTS), 4 * len(PROMPTS)]
 
 
-def test_wider_prompt_padding_changes_nothing(rollout: Callable[..., HFRollout], prompts_of: Callable[..., PPOBatch]) -> None:
+def test_wider_prompt_padding_changes_nothing(
+    rollout: Callable[..., HFRollout], prompts_of: Callable[..., PPOBatch]
+) -> None:
     backend = rollout()
     assert_same_responses(decode(backend, prompts_of(PROMPTS, width=15)), decode(backend, prompts_of(PROMPTS)))
 
@@ -285,10 +302,14 @@ def actor(device_context: DeviceContext, configure: Callable, write_model: Calla
 
 
 def sample(actor: ActorRollout, batch: PPOBatch, *, seed: int = 0, step: int = 1, stream: int = TRAIN) -> Tensor:
-    return actor.generate(batch, params=SAMPLED, max_tokens=MAX_TOKENS, seed=seed, step=step, stream=stream)["responses"]
+    return actor.generate(batch, params=SAMPLED, max_tokens=MAX_TOKENS, seed=seed, step=step, stream=stream)[
+        "responses"
+    ]
 
 
-def test_the_samples_of_a_prompt_differ_and_come_back_the_same(actor: ActorRollout, prompts_of: Callable[..., PPOBatch]) -> None:
+def test_the_samples_of_a_prompt_differ_and_come_back_the_same(
+    actor: ActorRollout, prompts_of: Callable[..., PPOBatch]
+) -> None:
     batch = prompts_of(PROMPTS, samples=4)
     first = sample(actor, batch)
     torch.manual_seed(99)  # nothing is drawn from the global generator
@@ -308,7 +329,10 @@ def test_samples_are_a_function_of_seed_step_stream_prompt_and_sample(
 
 
 def test_new_weights_are_decoded_with_after_update_weights(
-    device_context: DeviceContext, configure: Callable, write_model: Callable[..., str], prompts_of: Callable[..., PPOBatch]
+    device_context: DeviceContext,
+    configure: Callable,
+    write_model: Callable[..., str],
+    prompts_of: Callable[..., PPOBatch],
 ) -> None:
     spec = PolicySpec(path=write_model("qwen3"), eos_token_ids=NEVER, pad_token_id=0)
     actor = ActorRollout(device_context, configure().actor_rollout_ref, spec)

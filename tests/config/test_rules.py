@@ -1,0 +1,408 @@
+"""Rules over several keys: what triggers each alone, and what beside it passes. Notices too."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.load import ConfigFaults, check_values, compose_values
+from config.rules import Fault, check_rules, notices, shown
+from config.schema import GovernorConfig
+
+ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
+RANDOM = "actor_rollout_ref.model.random_init"
+FILES = {"data.generator.name": None, "data.train_files": ["a.parquet"]}
+GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
+ADAPTIVE = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
+SAMPLED_VALIDATION = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.do_sample": True}
+DYNAMIC = {  # rows of 32 + 5 tokens
+    f"{ACTOR}.use_dynamic_bsz": False,
+    "critic.use_dynamic_bsz": False,
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False,
+}
+
+
+@cache
+def default_values() -> dict[str, Any]:
+    base = ["experiment=null", "data.generator.name=copy", "data.max_prompt_length=32", "data.max_response_length=5"]
+    base += ["data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", "trainer.n_gpus_per_node=1"]
+    return compose_values([*base, "trainer.total_training_steps=120"])
+
+
+def check(changes: dict[str, Any]) -> GovernorConfig:
+    values = copy.deepcopy(default_values())
+    for key, value in changes.items():
+        *groups, name = key.split(".")
+        group = values
+        for part in groups:
+            group = group[part]
+        group[name] = value
+    return check_values(values)
+
+
+def fault_of(changes: dict[str, Any]) -> str:
+    """The one fault of a changed default."""
+    with pytest.raises(ConfigFaults) as caught:
+        check(changes)
+    head, *lines = str(caught.value).splitlines()
+    assert head == "The configuration has 1 fault; nothing was started.", lines
+    return lines[0].strip()
+
+
+CASES = {
+    "actor's mini-batch divides the step's prompts": (
+        {f"{ACTOR}.ppo_mini_batch_size": 60},
+        f"{ACTOR}.ppo_mini_batch_size=60: must divide data.train_batch_size=256, the prompts of a step",
+        {f"{ACTOR}.ppo_mini_batch_size": 128},
+    ),
+    "actor's mini-batch is no larger than the step": (
+        {f"{ACTOR}.ppo_mini_batch_size": 512},
+        f"{ACTOR}.ppo_mini_batch_size=512: must divide data.train_batch_size=256, the prompts of a step",
+        {f"{ACTOR}.ppo_mini_batch_size": 256},
+    ),
+    "critic's mini-batch divides the step's prompts": (
+        {"critic.ppo_mini_batch_size": 60},
+        "critic.ppo_mini_batch_size=60: must divide data.train_batch_size=256, the prompts of a step",
+        {**GRPO, "critic.ppo_mini_batch_size": 60},  # where there is no critic
+    ),
+    "devices share a mini-batch of the actor equally": (
+        {"trainer.nnodes": 3, f"{ACTOR}.ppo_mini_batch_size": 32, **GRPO},
+        f"{ACTOR}.ppo_mini_batch_size=32: 32 prompts x rollout.n=4 are 128 rows, which 3 devices cannot share equally",
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{ACTOR}.ppo_mini_batch_size": 32, **GRPO},
+    ),
+    "devices share a mini-batch of the critic equally": (
+        {"trainer.n_gpus_per_node": 4, "critic.ppo_mini_batch_size": 2},
+        "critic.ppo_mini_batch_size=2: 2 prompts x rollout.n=1 are 2 rows, which 4 devices cannot share equally",
+        {"trainer.n_gpus_per_node": 4, "critic.ppo_mini_batch_size": 4},
+    ),
+    "actor's token budget holds the longest row": (
+        {**DYNAMIC, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 36},
+        f"{ACTOR}.ppo_max_token_len_per_gpu=36: must hold the longest row, data.max_prompt_length + "
+        "data.max_response_length = 37 tokens",
+        {**DYNAMIC, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 37},
+    ),
+    "critic's token budget holds the longest row": (
+        {**DYNAMIC, "critic.use_dynamic_bsz": True, "critic.ppo_max_token_len_per_gpu": 36},
+        "critic.ppo_max_token_len_per_gpu=36: must hold the longest row",
+        {**DYNAMIC, "critic.use_dynamic_bsz": False, "critic.ppo_max_token_len_per_gpu": 36},
+    ),
+    "rollout's token budget holds the longest row": (
+        {
+            **DYNAMIC,
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 36,
+        },
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=36: must hold the longest row",
+        {
+            **DYNAMIC,
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 37,
+        },
+    ),
+    "reference's token budget holds the longest row, where there is a reference": (
+        {
+            **DYNAMIC,
+            f"{ACTOR}.use_kl_loss": True,
+            "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 36,
+        },
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=36: must hold the longest row",
+        {
+            **DYNAMIC,
+            "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 36,
+        },
+    ),
+    "there are rows to train on": (
+        {"data.generator.name": None},
+        "data.train_files=[]: name a file to train on, or choose a task with data.generator.name",
+        FILES,
+    ),
+    "rows come from files or from a generator": (
+        {"data.train_files": ["a.parquet"]},
+        "data.generator.name=copy: excludes data.train_files: set the one to null or the other to []",
+        {"data.val_files": ["a.parquet"]},
+    ),
+    "some training rows are left": (
+        {"data.train_max_samples": 0},
+        "data.train_max_samples=0: leaves no row",
+        {"data.train_max_samples": 1},
+    ),
+    "some validation rows are left": (
+        {"data.val_max_samples": 0},
+        "data.val_max_samples=0: leaves no row",
+        {"data.val_max_samples": -1},
+    ),
+    "the template's own arguments stay": (
+        {"data.apply_chat_template_kwargs": {"tokenize": False}},
+        "data.apply_chat_template_kwargs.tokenize=false: is set by Governor; drop it",
+        {"data.apply_chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "the seed fits torch": ({"data.seed": 2**63}, f"data.seed={2**63}: must be below 2**63", {"data.seed": 2**63 - 1}),
+    "heads of the random model share their keys equally": (
+        {f"{RANDOM}.num_attention_heads": 4, f"{RANDOM}.num_key_value_heads": 3},
+        f"{RANDOM}.num_key_value_heads=3: must divide num_attention_heads=4",
+        {f"{RANDOM}.num_attention_heads": 4, f"{RANDOM}.num_key_value_heads": 2},
+    ),
+    "heads of the random model can be rotated": (
+        {f"{RANDOM}.head_dim": 33},
+        f"{RANDOM}.head_dim=33: must be even",
+        {f"{RANDOM}.head_dim": 34},
+    ),
+    "the random model has a token for every digit to copy": (
+        {f"{RANDOM}.alphabet": "01245", "data.generator.max_digit": 4},
+        f"{RANDOM}.alphabet=01245: lacks 3, which data.generator.name=copy asks for: add them",
+        {f"{RANDOM}.alphabet": "01234", "data.generator.max_digit": 4},
+    ),
+    "the random model has a token for every digit of a sum": (
+        {f"{RANDOM}.alphabet": "01234567", "data.generator.name": "addition", "data.generator.max_digit": 4},
+        f"{RANDOM}.alphabet=01234567: lacks 8, 9, which data.generator.name=addition asks for: add them",
+        {f"{RANDOM}.alphabet": "", **FILES},
+    ),
+    "the random model has its own tokenizer": (
+        {"actor_rollout_ref.model.tokenizer_path": "/t"},
+        "actor_rollout_ref.model.tokenizer_path=/t: needs actor_rollout_ref.model.path",
+        {"actor_rollout_ref.model.tokenizer_path": "/t", "actor_rollout_ref.model.path": "/m"},
+    ),
+    "the random model's critic is of its own kind": (
+        {"critic.model.path": "/c"},
+        "critic.model.path=/c: needs actor_rollout_ref.model.path",
+        {"critic.model.path": "/c", "actor_rollout_ref.model.path": "/m"},
+    ),
+    "a model from a folder leaves the random one unchecked": (
+        {f"{RANDOM}.head_dim": 33},
+        f"{RANDOM}.head_dim=33: must be even",
+        {f"{RANDOM}.head_dim": 33, f"{RANDOM}.alphabet": "", "actor_rollout_ref.model.path": "/m"},
+    ),
+    **{
+        f"{estimator} compares several responses": (
+            {"algorithm.adv_estimator": estimator},
+            f"{ROLLOUT}.n=1: algorithm.adv_estimator={estimator} compares the responses to a prompt: use n",
+            {"algorithm.adv_estimator": estimator, f"{ROLLOUT}.n": 2},
+        )
+        for estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+    },
+    "greedy validation has one response": (
+        {f"{ROLLOUT}.val_kwargs.n": 2},
+        f"{ROLLOUT}.val_kwargs.n=2: greedy decoding gives the same response each time",
+        SAMPLED_VALIDATION,
+    ),
+    "validation at temperature 0 has one response": (
+        {**SAMPLED_VALIDATION, f"{ROLLOUT}.val_kwargs.temperature": 0.0},
+        f"{ROLLOUT}.val_kwargs.n=4: greedy decoding",
+        {**SAMPLED_VALIDATION, f"{ROLLOUT}.val_kwargs.temperature": 0.1},
+    ),
+    "validation from the one likeliest token has one response": (
+        {**SAMPLED_VALIDATION, f"{ROLLOUT}.val_kwargs.top_k": 1},
+        f"{ROLLOUT}.val_kwargs.n=4: greedy decoding",
+        {**SAMPLED_VALIDATION, f"{ROLLOUT}.val_kwargs.top_k": 2},
+    ),
+    "an adaptive coefficient cannot reach 0 in one step": (
+        {**ADAPTIVE, "algorithm.kl_ctrl.horizon": 51.2},  # 256 rows
+        "algorithm.kl_ctrl.horizon=51.2: must be above 51.2, a fifth of the 256 rows of a step, "
+        "or one step could bring the coefficient to 0",
+        {**ADAPTIVE, "algorithm.kl_ctrl.horizon": 51.3},
+    ),
+    "rows of a step count all responses": (
+        {**ADAPTIVE, "algorithm.kl_ctrl.horizon": 100, f"{ROLLOUT}.n": 2},
+        "algorithm.kl_ctrl.horizon=100.0: must be above 102.4, a fifth of the 512 rows of a step",
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.horizon": 100, f"{ROLLOUT}.n": 2},  # fixed
+    ),
+    "only a critic warms up": (
+        {**GRPO, "trainer.critic_warmup": 1},
+        "trainer.critic_warmup=1: algorithm.adv_estimator=grpo has no critic to warm up: set it to 0",
+        {"trainer.critic_warmup": 1},
+    ),
+    "the warm-up leaves the actor a step": (
+        {"trainer.critic_warmup": 120},
+        "trainer.critic_warmup=120: leaves no step of trainer.total_training_steps=120 for the actor",
+        {"trainer.critic_warmup": 119},
+    ),
+    "AdamW has two betas in the actor": (
+        {f"{ACTOR}.optim.betas": [0.9]},
+        f"{ACTOR}.optim.betas=[0.9]: needs two numbers",
+        {f"{ACTOR}.optim.betas": [0.8, 0.9]},
+    ),
+    "AdamW has two betas in the critic": (
+        {"critic.optim.betas": [0.9, 0.9, 0.9]},
+        "critic.optim.betas=[0.9,0.9,0.9]: needs two numbers",
+        {"critic.optim.betas": [0.0, 0.0]},
+    ),
+    "the project is a name": (
+        {"trainer.project_name": "a/b"},
+        "trainer.project_name=a/b: must be at most 100 letters, digits, '.', '_' and '-', the first a letter or digit",
+        {"trainer.project_name": "a.b_c-D9"},
+    ),
+    **{
+        f"the experiment {name!r} is no name": (
+            {"trainer.experiment_name": name},
+            f"trainer.experiment_name={name}".strip(),
+            {"trainer.experiment_name": "x" * 100},
+        )
+        for name in ("../x", "", ".hidden", "_x", "-x", "a b", "ä", "x" * 101, "a\n", "a/../b")
+    },
+    "the run directory has a name": (
+        {"trainer.default_local_dir": " "},
+        "trainer.default_local_dir=: must name a folder",
+        {"trainer.default_local_dir": "."},
+    ),
+    "validation alone needs rows": (
+        {**FILES, "trainer.val_only": True},
+        "trainer.val_only=true: needs data.val_files",
+        {**FILES, "trainer.val_only": True, "data.val_files": ["v.parquet"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name: str) -> None:
+    changes, message, beside = CASES[name]
+    assert fault_of(changes).startswith(message)
+    check(beside)
+
+
+def test_all_rules_of_a_configuration_speak_at_once() -> None:
+    config = check({})
+    config.data.seed, config.trainer.experiment_name, config.data.train_max_samples = 2**64, "", 0
+    assert {fault.key for fault in check_rules(config)} == {
+        "data.seed",
+        "trainer.experiment_name",
+        "data.train_max_samples",
+    }
+
+
+# --- reward functions ------------------------------------------------------------------------------------------------
+
+
+def custom(path: Path, name: str = "score") -> dict[str, Any]:
+    return {f"reward.custom_reward_function.{key}": value for key, value in (("path", str(path)), ("name", name))}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def score(data_source, solution_str, ground_truth, extra_info): return 1.0",
+        "async def score(): return 1.0",
+        "class score: ...",
+        "score = lambda **kwargs: 1.0",
+        "score: object = print",
+        "one, (score, two) = 1, (print, 2)",
+        "from os import getcwd as score",
+        "from helpers import *",
+        "try:\n    from fast import score\nexcept ImportError:\n    def score(): ...",
+        "if True:\n    def other(): ...\nelse:\n    def score(): ...",
+        "with open('x') as file:\n    score = print",
+        "# -*- coding: latin-1 -*-\n\ufeff".removesuffix("\ufeff") + "def score(): 'x'",
+    ],
+)
+def test_a_reward_function_is_found_without_running_its_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(f"{text}\nraise SystemExit('this file was run')\n", encoding="utf-8")
+    check(custom(path))
+    path.write_text(text.replace("score", "other").replace("*", "x"), encoding="utf-8")
+    assert fault_of(custom(path)).startswith(
+        f"reward.custom_reward_function.name=score: {path} defines no such function"
+    )
+
+
+def test_a_reward_file_in_another_encoding_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_bytes("# coding: latin-1\ndef score(): 'é'\n".encode("latin-1"))
+    check(custom(path))
+    path.write_bytes(b"\xef\xbb\xbfdef score(): ...\n")
+    check(custom(path))
+
+
+def test_a_missing_reward_function_is_told_with_those_that_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("import os\nVALUE = 1\ndef accuracy(): ...\ndef length(): ...\n")
+    assert fault_of(custom(path)) == (
+        f"reward.custom_reward_function.name=score: {path} defines no such function; it has accuracy, length"
+    )
+    path.write_text("")
+    assert fault_of(custom(path)).endswith("it has none")
+
+
+@pytest.mark.parametrize("content", [b"def score(:\n", b"def score(): '\xff'\n", b"def score(): ...\0\n"])
+def test_a_reward_file_that_is_not_python_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "reward.py"
+    path.write_bytes(content)
+    assert fault_of(custom(path)).startswith(f"reward.custom_reward_function.path={path}: is not Python: ")
+
+
+def test_a_reward_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.py", tmp_path):
+        assert fault_of(custom(path)) == f"reward.custom_reward_function.path={path}: no such file"
+
+
+# --- notices ---------------------------------------------------------------------------------------------------------
+
+KL_LOSS, KL_REWARD = {f"{ACTOR}.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}
+NOTICES = {
+    "both KL penalties": (KL_LOSS | KL_REWARD, "Two KL penalties are on: algorithm.use_kl_in_reward=true and", KL_LOSS),
+    "k1 as a loss": (
+        {**KL_LOSS, f"{ACTOR}.kl_loss_type": "k1"},
+        f"{ACTOR}.kl_loss_type=k1 has an expected gradient of 0",
+        {**KL_LOSS, f"{ACTOR}.kl_loss_type": "k1+"},
+    ),
+    "kl as a loss": (
+        {**KL_LOSS, f"{ACTOR}.kl_loss_type": "kl"},
+        f"{ACTOR}.kl_loss_type=kl has an expected gradient of 0",
+        {f"{ACTOR}.kl_loss_type": "kl"},  # off
+    ),
+    "a KL loss of weight 0": (
+        {**KL_LOSS, f"{ACTOR}.kl_loss_coef": 0.0},
+        f"{ACTOR}.kl_loss_coef=0 pays for a reference policy and does nothing",
+        {f"{ACTOR}.kl_loss_coef": 0.0},
+    ),
+    "a KL in the reward of weight 0": (
+        {**KL_REWARD, "algorithm.kl_ctrl.kl_coef": 0.0},
+        "algorithm.kl_ctrl.kl_coef=0 pays for a reference policy and does nothing",
+        {"algorithm.kl_ctrl.kl_coef": 0.0},
+    ),
+    "one update per step": (
+        {f"{ACTOR}.ppo_mini_batch_size": 256},
+        "A step has one actor update, so the ratio is 1 and PPO's clip cannot act",
+        {f"{ACTOR}.ppo_mini_batch_size": 256, f"{ACTOR}.ppo_epochs": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTICES)
+def test_notice(name: str) -> None:
+    changes, message, beside = NOTICES[name]
+    (notice,) = notices(check(changes))
+    assert notice.startswith(message)
+    assert not list(notices(check(beside)))
+
+
+def test_the_default_has_no_notice() -> None:
+    assert not list(notices(check({})))
+
+
+# --- how a fault reads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1e-6, "1e-06"),
+        ("a b", "a b"),
+        ([1, None, "x"], "[1,null,x]"),
+        ({"a": False, "b": []}, "{a:false,b:[]}"),
+    ],
+)
+def test_values_are_shown_as_a_user_writes_them(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_a_fault_shows_key_value_and_rule_and_cuts_a_long_value() -> None:
+    assert str(Fault("a.b", None, "must be")) == "a.b: must be"
+    assert str(Fault("a.b", [1], "must be")) == "a.b=[1]: must be"
+    assert str(Fault("a.b", "x" * 201, "must be")) == f"a.b={'x' * 199}…: must be"
+    assert str(Fault("a.b", "x" * 200, "must be")) == f"a.b={'x' * 200}: must be"
