@@ -14,10 +14,10 @@ from trainer.plan import PlanLine
 # Metric and short name, in the order of a step's line; those that a run does not have are left out.
 STEP_LINE = (
     ("critic/score/mean", "score"),
-    ("actor/pg_loss", "pg"),
+    ("actor/entropy", "entropy"),
     ("actor/ppo_kl", "ppo_kl"),
     ("actor/pg_clipfrac", "clip"),
-    ("actor/entropy", "entropy"),
+    ("actor/pg_loss", "pg"),
     ("actor/kl_loss", "kl_loss"),
     ("actor/reward_kl_penalty", "reward_kl"),
     ("critic/vf_loss", "vf"),
@@ -50,22 +50,29 @@ class Display:
 
     def start(self, step: int) -> None:
         """Begin to show progress, on a terminal."""
-        if self.err.is_terminal and self.lines:
+        if self.out.is_terminal and self.lines:
             self.progress = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[line]}"),
-                console=self.err, transient=True,
-            )  # fmt: skip
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[line]}"),
+                console=self.out,
+                transient=True,
+            )
             self.progress.add_task("train", total=self.num_steps, completed=step, line="")
             self.progress.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done."""
-        figures = "  ".join(f"{short} {_figure(metrics[name])}" for name, short in STEP_LINE if name in metrics)
+        figures = [f"{short} {_figure(metrics[name])}" for name, short in STEP_LINE if name in metrics]
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step, line=figures)
+            room = max((self.out.width - 50) // 14, 1)  # figures that fit beside the bar
+            self.progress.update(self.progress.task_ids[0], completed=step, line="  ".join(figures[:room]))
         elif self.lines and "critic/score/mean" in metrics:
-            self.out.print(f"step {step}/{self.num_steps}  {figures}", markup=False)
-        validation = [f"{name} {_figure(value)}" for name, value in metrics.items() if name.startswith("val-core/")]
+            self.out.print(f"step {step}/{self.num_steps}  {'  '.join(figures)}", markup=False)
+        core = {name.removeprefix("val-core/"): value for name, value in metrics.items() if name.startswith("val-core/")}
+        validation = [f"{name} {_figure(value)}" for name, value in core.items()]
         if validation:
             self.say(f"validation after step {step}: {', '.join(validation)}")
 

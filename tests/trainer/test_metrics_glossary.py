@@ -41,7 +41,11 @@ def test_every_metric_that_a_run_logs_stands_in_the_glossary_and_the_other_way_r
         f"trainer.default_local_dir={tmp_path}",
     ]
     assert run(load_config(overrides)) == 0
-    lines = [json.loads(line) for name in ("metrics.jsonl", "updates.jsonl") for line in (tmp_path / name).read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for name in ("metrics.jsonl", "updates.jsonl")
+        for line in (tmp_path / name).read_text().splitlines()
+    ]
     logged = {key for line in lines for key in line} - {"step", "role", "update"}
     known = names()
     unexplained = {metric for metric in logged if not any(matches(name, metric) for name in known)}

@@ -24,7 +24,9 @@ SMALL = [
 def start(root: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
     command = [*COMMAND, *SMALL, f"trainer.default_local_dir={root}", *overrides]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def wait_for_step(root: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -75,7 +77,9 @@ def test_two_nodes_of_a_cluster_train_like_two_devices_of_one(tmp_path, monkeypa
     cluster = Cluster(initialize_head=True, head_node_args=arguments)
     try:
         cluster.add_node(num_cpus=1)
-        process = start(tmp_path / "nodes", "trainer.nnodes=2", "trainer.total_training_steps=2", RAY_ADDRESS=cluster.address)
+        process = start(
+            tmp_path / "nodes", "trainer.nnodes=2", "trainer.total_training_steps=2", RAY_ADDRESS=cluster.address
+        )
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err + out
         logs = [(tmp_path / f"nodes/logs/device_{rank}.log").read_text() for rank in (0, 1)]

@@ -38,18 +38,27 @@ def lines(path: Path) -> list[dict[str, float]]:
 
 
 def untimed(path: Path, *besides: str) -> list[dict[str, float]]:
-    return [{key: value for key, value in line.items() if not key.startswith((*TIMED, *besides))} for line in lines(path)]
+    return [
+        {key: value for key, value in line.items() if not key.startswith((*TIMED, *besides))} for line in lines(path)
+    ]
 
 
 def assert_same_bits(one: Path, other: Path, step: int, *besides: str) -> None:
     """Equal weights, optimizer states, controller, metrics, updates and samples, metrics named `besides` left out."""
-    for name in ("actor/model.safetensors", "actor_optimizer.safetensors", "critic/model.safetensors", "critic_optimizer.safetensors"):
+    for name in (
+        "actor/model.safetensors",
+        "actor_optimizer.safetensors",
+        "critic/model.safetensors",
+        "critic_optimizer.safetensors",
+    ):
         first, second = (load_file(root / f"checkpoints/global_step_{step}" / name) for root in (one, other))
         assert first.keys() == second.keys()
         assert all(first[key].equal(second[key]) for key in first), name
     for name in ("metrics.jsonl", "updates.jsonl", "samples.jsonl"):
         assert untimed(one / name, *besides) == untimed(other / name, *besides)
-    states = [json.loads((root / f"checkpoints/global_step_{step}/trainer_state.json").read_text()) for root in (one, other)]
+    states = [
+        json.loads((root / f"checkpoints/global_step_{step}/trainer_state.json").read_text()) for root in (one, other)
+    ]
     assert states[0]["kl_ctrl"] == states[1]["kl_ctrl"]
 
 
@@ -94,7 +103,15 @@ def test_the_policy_of_a_checkpoint_opens_with_from_pretrained(full_run):
 
 def test_a_run_directory_holds_what_the_design_says(full_run):
     names = {path.name for path in full_run.iterdir()}
-    assert names >= {"run.json", "config.yaml", "metrics.jsonl", "updates.jsonl", "samples.jsonl", "checkpoints", "logs"}
+    assert names >= {
+        "run.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "updates.jsonl",
+        "samples.jsonl",
+        "checkpoints",
+        "logs",
+    }
     state = json.loads((full_run / "run.json").read_text())
     assert (state["state"], state["exit_code"], state["seed"]) == ("done", 0, 1)
     assert [line["step"] for line in lines(full_run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
@@ -175,7 +192,10 @@ def test_a_bad_reward_ends_the_run_with_exit_8_and_names_function_and_row(tmp_pa
     path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     with pytest.raises(RewardError, match=message) as raised:
         train(
-            tmp_path / "run", f"reward.custom_reward_function.path={path}", "reward.timeout_s=1", "trainer.val_before_train=false"
+            tmp_path / "run",
+            f"reward.custom_reward_function.path={path}",
+            "reward.timeout_s=1",
+            "trainer.val_before_train=false",
         )
     assert raised.value.exit_code == 8
 
@@ -211,7 +231,11 @@ def test_devices_that_others_hold_are_waited_for_and_then_refused(tmp_path):
 
 
 def test_two_processes_train_with_token_budgets_and_uneven_validation(tmp_path):
-    overrides = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_dynamic_bsz=true", "data.generator.num_val=5"]
+    overrides = [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "data.generator.num_val=5",
+    ]
     metrics = train(tmp_path, *overrides, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
     assert len(metrics) == 7
     assert (tmp_path / "checkpoints/global_step_6/rng_rank_1.json").exists()
@@ -227,7 +251,12 @@ def test_two_processes_stopped_and_resumed_end_in_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_every_estimator_without_a_critic_trains(tmp_path, estimator):
-    short = ["trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    short = [
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+    ]
     metrics = train(tmp_path, f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=2", *short)
     assert metrics[0]["actor/grad_norm"] > 0
     assert not any(key.startswith("critic/vf_") for key in metrics[0])
@@ -242,7 +271,12 @@ def test_bfloat16_compute_and_a_bfloat16_rollout_run_on_the_cpu(tmp_path):
 
 
 def test_the_default_job_learns_to_copy(tmp_path):
-    overrides = ["experiment=copy_ppo", f"trainer.default_local_dir={tmp_path}", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    overrides = [
+        "experiment=copy_ppo",
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+    ]
     assert run(load_config(overrides)) == 0
     scores = [line["critic/score/mean"] for line in lines(tmp_path / "metrics.jsonl") if line["step"] > 0]
     assert sum(scores[:5]) / 5 < 0.3

@@ -46,7 +46,15 @@ def test_pass_at_k_by_hand_is_not_1_minus_the_power_of_the_failure_rate() -> Non
 
 @pytest.mark.parametrize(
     ("n", "ks"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])],
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (4, [1, 2, 4]),
+        (5, [1, 2, 4, 5]),
+        (8, [1, 2, 4, 8]),
+        (12, [1, 2, 4, 8, 12]),
+    ],
 )
 def test_k_doubles_from_1_and_ends_at_n(n: int, ks: list[int]) -> None:
     names = [name for name in validation_metrics(group("a", [0.0] * n)) if "/pass@" in name]
