@@ -137,7 +137,7 @@ def _compose_fault(error: Exception, folders: Sequence[Path]) -> Fault:
         return Fault("--config-name", missing[1], f"no such file; there are {', '.join(names)}")
     # What Hydra advises after these words, a leading + or its web page, does not hold here.
     text = re.split(r" (?:To append to your|Config search path|See https|full_key:)", text)[0]
-    if (named := re.match(r"Could not override '(\w+)'", text)) and named[1] in CHOICE_GROUPS:
+    if (named := re.match(r"Could not override '([^']+)'", text)) and named[1] in CHOICE_GROUPS:
         return Fault(named[1], None, "no such file; there are none")
     return Fault(getattr(error, "full_key", None) or (named[1] if named else "hydra"), None, text)
 

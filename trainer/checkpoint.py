@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from trainer.errors import CheckpointError
 
 SCHEMA_VERSION = 1
@@ -74,18 +76,24 @@ class CheckpointStore:
                 os.rename(final, self.root / f".replaced-global_step_{step}-{uuid.uuid4().hex}")
             os.rename(aside, final)
             _sync_folder(self.root)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(aside, ignore_errors=True)
+            if not isinstance(error, OSError | SafetensorError):
+                raise
             raise CheckpointError(
                 f"{final}: the checkpoint could not be written: {error}. Older ones are intact."
             ) from error
-        self.prune()
+        self.prune(step)
         return Checkpoint(step, final)
 
-    def prune(self) -> None:
-        """Remove published checkpoints beyond the newest `max_to_keep`, oldest first."""
+    def prune(self, newest: int) -> None:
+        """Remove published checkpoints beyond the newest `max_to_keep`, oldest first.
+
+        Those of later steps than `newest`, which was just written, do not hold: the run went back before them. They do
+        not count, and stay.
+        """
         if self.max_to_keep is not None:
-            for step in self.steps()[: -self.max_to_keep]:
+            for step in [step for step in self.steps() if step <= newest][: -self.max_to_keep]:
                 shutil.rmtree(self.root / f"global_step_{step}")
 
     def steps(self) -> list[int]:
@@ -123,8 +131,12 @@ def why_invalid(folder: Path) -> str | None:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read: {error}"
+    if not isinstance(manifest, dict):
+        return f"{MANIFEST} is not a mapping"
     if manifest.get("schema_version") != SCHEMA_VERSION:
         return f"schema version {manifest.get('schema_version')}, this version of Governor reads {SCHEMA_VERSION}"
+    if not isinstance(manifest.get("files"), dict) or folder.name != f"global_step_{manifest.get('step')}":
+        return f"{MANIFEST} lists no files, or is of step {manifest.get('step')}"
     listed, there = manifest["files"], set(_file_names(folder)) - {MANIFEST}
     if missing := sorted(set(listed) - there):
         return f"{missing[0]} is missing"

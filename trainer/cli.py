@@ -1,6 +1,7 @@
 """The console script `governor`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -14,7 +15,19 @@ governor config [key=value …]    print the whole configuration, checked and re
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code."""
+    """Run a command and return its exit code; 141 when nobody reads its output any more."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at its end, which must not find the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="governor", usage=USAGE, description="PPO for language models, with its limiters exact."
     )
@@ -41,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print_error(str(error))
         return error.exit_code
-    except BrokenPipeError:
-        return 141
     except KeyboardInterrupt:
         return 130
 

@@ -71,7 +71,9 @@ class Display:
             self.progress.update(self.progress.task_ids[0], completed=step, line="  ".join(figures[:room]))
         elif self.lines and "critic/score/mean" in metrics:
             self.out.print(f"step {step}/{self.num_steps}  {'  '.join(figures)}", markup=False)
-        core = {name.removeprefix("val-core/"): value for name, value in metrics.items() if name.startswith("val-core/")}
+        core = {
+            name.removeprefix("val-core/"): value for name, value in metrics.items() if name.startswith("val-core/")
+        }
         validation = [f"{name} {_figure(value)}" for name, value in core.items()]
         if validation:
             self.say(f"validation after step {step}: {', '.join(validation)}")

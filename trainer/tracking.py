@@ -25,6 +25,8 @@ class WandbTracker:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
+        for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # else logs and staged files go to the home folder
+            os.environ.setdefault(variable, str(folder / "wandb"))
         has_key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
         self.run = wandb.init(

@@ -1,10 +1,12 @@
 """Prompts as tokens, and the order in which training visits them."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 
@@ -31,10 +33,12 @@ class PromptDataset:
         return len(self.rows)
 
     def fingerprint(self) -> str:
-        """A hash of all prompts' tokens in order, by which a resumed run sees that its data is still the same."""
+        """A hash of all prompts' tokens and of what their rewards see, in order: a resumed run must find the same."""
         digest = hashlib.sha256()
-        for tokens in self.tokens:
+        for row, tokens in zip(self.rows, self.tokens, strict=True):
             digest.update(np.array([len(tokens), *tokens], dtype=np.int64).tobytes())
+            seen = [row.data_source, row.ground_truth, row.extra_info]
+            digest.update(json.dumps(seen, sort_keys=True, default=repr).encode() + b"\n")
         return digest.hexdigest()
 
     def batch(self, indexes: Sequence[int], *, step: int, samples: int, pad_token_id: int) -> PPOBatch:
@@ -123,7 +127,7 @@ def prompt_tokens(prompt: Prompt, where: str, tokenizer: Any, template_kwargs: d
     """A prompt's tokens: chat messages through the chat template, up to where the answer begins; a text as it is.
 
     Raises:
-        DataError: messages without a chat template, or a prompt without a token.
+        DataError: messages without a chat template or that it refuses, or a prompt without a token.
     """
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -134,9 +138,15 @@ def prompt_tokens(prompt: Prompt, where: str, tokenizer: Any, template_kwargs: d
         )
     else:
         # return_dict=False: transformers 5 returns a mapping unless told otherwise, whose length is its number of keys.
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **template_kwargs
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **template_kwargs
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"{where}: the chat template refuses the prompt: {error}; change the messages, or set "
+                "actor_rollout_ref.model.custom_chat_template"
+            ) from None
     if not ids:
         raise DataError(f"{where}: the prompt has no token")
     return list(ids)

@@ -55,7 +55,7 @@ def read_file(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 yield number, json.loads(line.decode("utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, a number too long; nested too deep
                 raise DataError(f"{path} row {number}: is not a JSON object on one line of UTF-8: {error}") from None
             count += 1
     elif path.suffix == ".parquet":
@@ -65,7 +65,7 @@ def read_file(path: Path) -> Iterator[tuple[int, Any]]:
                 for raw in batch.to_pylist():
                     count += 1
                     yield count, raw
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # OSError for a damaged page
             raise DataError(f"{path}: is not a readable parquet file: {error}") from None
     else:
         raise DataError(f"{path}: data files end in .parquet, .jsonl or .json")
@@ -105,18 +105,23 @@ def check_row(raw: Any, where: str, *, prompt_key: str, reward_fn_key: str) -> R
 
 
 def _column(raw: dict[str, Any], name: str, key: str, where: str) -> Any:
-    if raw.get(name) is None:
+    if name not in raw:
         raise DataError(f"{where}: has no column {name!r} (set by {key}); it has {', '.join(sorted(raw))}")
+    if raw[name] is None:
+        raise DataError(f"{where}, column {name!r}: is null")
     return raw[name]
 
 
 def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
-        return bool(prompt)
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        )
-    )
+        return bool(prompt) and _is_text(prompt)
+    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and _is_text(message.get("role")) and _is_text(message.get("content"))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a tokenizer can read it: JSON can write halves of surrogate pairs, which are no characters."""
+    return isinstance(value, str) and not any("\ud800" <= sign <= "\udfff" for sign in value)

@@ -29,14 +29,12 @@ def load_tokenizer(path: str, config: ModelConfig) -> PolicyTokenizer:
     Raises:
         DataError: there is no tokenizer, or nothing says which token ends a response.
     """
-    folder = config.tokenizer_path or path
+    folder, key = (config.tokenizer_path, "tokenizer_path") if config.tokenizer_path else (path, "path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"actor_rollout_ref.model.tokenizer_path={folder}: no tokenizer can be loaded: {first}"
-        ) from None
+        raise DataError(f"actor_rollout_ref.model.{key}={folder}: no tokenizer can be loaded: {first}") from None
     if config.custom_chat_template is not None:
         tokenizer.chat_template = config.custom_chat_template
     eos_token_ids = sorted({*_generation_eos(path), *_ids(tokenizer.eos_token_id)})
@@ -58,7 +56,10 @@ def load_tokenizer(path: str, config: ModelConfig) -> PolicyTokenizer:
 def _generation_eos(path: str) -> list[int]:
     if not (Path(path) / "generation_config.json").is_file():
         return []
-    return _ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    try:
+        return _ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError as error:
+        raise DataError(f"{path}/generation_config.json: cannot be read: {error}") from None
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

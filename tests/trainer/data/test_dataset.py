@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from config.load import load_config
 from config.schema import DataConfig
@@ -34,11 +33,11 @@ BASE = load_config(["experiment=null", "data.generator.name=copy", "trainer.n_gp
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     return build_tokenizer(LETTERS)
 
 
-def policy_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PolicyTokenizer:
+def policy_tokenizer(tokenizer: Any) -> PolicyTokenizer:
     return PolicyTokenizer(tokenizer, [tokenizer.eos_token_id], tokenizer.pad_token_id, [])
 
 
@@ -58,7 +57,7 @@ def user(text: str) -> list[dict[str, str]]:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_chat_template_is_applied_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_chat_template_is_applied_once(tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *user("1 + 1?")]
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
     ids = prompt_tokens(messages, "w", tokenizer, {})
@@ -66,7 +65,7 @@ def test_the_chat_template_is_applied_once(tokenizer: PreTrainedTokenizerFast) -
     assert tokenizer.decode(ids) == rendered
 
 
-def test_a_template_that_writes_the_start_token_gets_no_second_one(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_writes_the_start_token_gets_no_second_one(tokenizer: Any) -> None:
     adds_start = build_tokenizer(LETTERS)
     start = adds_start.convert_tokens_to_ids("<|im_start|>")
     adds_start.backend_tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
@@ -76,7 +75,7 @@ def test_a_template_that_writes_the_start_token_gets_no_second_one(tokenizer: Pr
     assert prompt_tokens(user("a"), "w", adds_start, {}) == prompt_tokens(user("a"), "w", tokenizer, {})
 
 
-def test_the_prompt_ends_where_the_answer_begins(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_prompt_ends_where_the_answer_begins(tokenizer: Any) -> None:
     assert tokenizer.decode(prompt_tokens(user("a"), "w", tokenizer, {})).endswith("<|im_start|>assistant\n")
 
 
@@ -90,13 +89,13 @@ def test_template_arguments_reach_the_template() -> None:
 @pytest.mark.parametrize(
     "text", ["${oc.env:HOME} ${5}", "{{ jinja }} {% for %}", "user assistant", " a  b ", END, "\\n"]
 )
-def test_text_in_a_message_is_not_interpreted(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_text_in_a_message_is_not_interpreted(tokenizer: Any, text: str) -> None:
     decoded = tokenizer.decode(prompt_tokens(user(text), "w", tokenizer, {}))
     assert decoded == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("text", ["1 + 1 =", "{{ jinja }}", "<|im_start|>user\na<|im_end|>\n"])
-def test_a_text_prompt_is_used_as_it_is(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_a_text_prompt_is_used_as_it_is(tokenizer: Any, text: str) -> None:
     ids = prompt_tokens(text, "w", tokenizer, {"enable_thinking": True})
     assert ids == tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
@@ -186,7 +185,7 @@ def test_filtering_all_rows_is_refused(tokenizer: Any) -> None:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_split_has_its_files_and_its_limit(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_each_split_has_its_files_and_its_limit(tmp_path: Path, tokenizer: Any) -> None:
     for name, count in (("train", 4), ("val", 3)):
         lines = [json.dumps({"prompt": f"{name} {i}", "data_source": "copy"}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -201,7 +200,7 @@ def test_each_split_has_its_files_and_its_limit(tmp_path: Path, tokenizer: PreTr
     assert [kept.prompt for kept in load_dataset(config, "val", policy).rows] == ["val 0", "val 1", "val 2"]
 
 
-def test_a_generator_gives_what_has_no_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_generator_gives_what_has_no_file(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": "mine", "data_source": "copy"}))
     generator = dataclasses.replace(BASE.generator, name="copy", num_train=20, num_val=10)
     config = data_config(generator=generator, val_files=[str(tmp_path / "val.jsonl")], train_max_samples=5)
@@ -212,7 +211,7 @@ def test_a_generator_gives_what_has_no_file(tmp_path: Path, tokenizer: PreTraine
     assert len(load_dataset(dataclasses.replace(config, val_files=[]), "val", policy)) == 10
 
 
-def test_a_generator_does_not_read_the_columns_of_files(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_generator_does_not_read_the_columns_of_files(tokenizer: Any) -> None:
     generator = dataclasses.replace(BASE.generator, name="copy", num_train=2)
     config = data_config(generator=generator, prompt_key="question", reward_fn_key="source")
     assert len(load_dataset(config, "train", policy_tokenizer(tokenizer))) == 2
@@ -231,7 +230,7 @@ def test_the_fingerprint_changes_with_prompts_their_order_their_cuts_and_their_n
     assert len({same, *others}) == 6
 
 
-def test_the_fingerprint_changes_with_what_the_reward_sees(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_fingerprint_changes_with_what_the_reward_sees(tokenizer: Any) -> None:
     def fingerprint(**changes: Any) -> str:
         return tokenize([dataclasses.replace(row("x"), **changes)], data_config(), tokenizer).fingerprint()
 
@@ -239,7 +238,7 @@ def test_the_fingerprint_changes_with_what_the_reward_sees(tokenizer: PreTrained
     assert len({fingerprint(), *others}) == 4
 
 
-def test_the_fingerprint_does_not_depend_on_where_the_files_lie(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_fingerprint_does_not_depend_on_where_the_files_lie(tokenizer: Any) -> None:
     found = [
         tokenize([dataclasses.replace(row("x"), where=w)], data_config(), tokenizer) for w in ("/a row 1", "/b row 1")
     ]

@@ -32,7 +32,7 @@ def model_config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(MODEL, **changes)
 
 
-def ids(*names: str) -> list[int]:
+def ids(*names: str) -> Any:
     return build_tokenizer("0123").convert_tokens_to_ids(list(names))
 
 
