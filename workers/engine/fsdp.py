@@ -87,23 +87,36 @@ class FSDPEngine:
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def save(self, folder: Path, name: str) -> None:
-        """Write `folder/name` (opens with from_pretrained) and the optimizer beside it. A collective; rank 0 writes."""
+        """Write `folder/name` (opens with from_pretrained) and the optimizer beside it. A collective; rank 0 writes.
+
+        An optimizer without state (not stepped yet, or SGD) has no file: to ask torch for its state would step it.
+        """
+        assert self.optimizer is not None, "only what is trained is saved"
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.hf_model, options=options)
-        assert self.optimizer is not None, "only what is trained is saved"
-        optimizer: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=options)
+        optimizer: dict[str, Any] = {}
+        if self.optimizer.state:
+            optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=options)
         if self.context.rank != 0:  # where both are empty
             return
+        kept = {key for key, _ in self.hf_model.named_parameters()}
+        tied = {key for key, _ in self.hf_model.named_parameters(remove_duplicate=False)} - kept
+        if getattr(self.hf_model, "generation_config", None) is not None:
+            self.hf_model.generation_config.do_sample = True  # else transformers refuses to save a temperature
+        weights = {key: value for key, value in weights.items() if key not in tied}
         self.hf_model.save_pretrained(folder / name, state_dict=weights)
-        state = optimizer["state"].items()
-        tensors = {f"{parameter}/{slot}": value for parameter, slots in state for slot, value in slots.items()}
-        save_file(tensors, folder / f"{name}_optimizer.safetensors")
+        if optimizer:
+            state = optimizer["state"].items()
+            tensors = {f"{parameter}/{slot}": value for parameter, slots in state for slot, value in slots.items()}
+            save_file(tensors, folder / f"{name}_optimizer.safetensors")
         for path in [folder / f"{name}_optimizer.safetensors", *(folder / name).iterdir()]:
             fsync(path)
 
     def load_optimizer(self, path: Path) -> None:
-        """Go on from the optimizer state that `save` wrote, on any number of ranks."""
+        """Go on from the optimizer state that `save` wrote, on any number of ranks; without a file it starts anew."""
         assert self.optimizer is not None, "this model is not trained"
+        if not path.exists():
+            return
         slots: dict[str, dict[str, Tensor]] = {}
         for key, value in load_file(path).items():
             parameter, slot = key.rsplit("/", 1)

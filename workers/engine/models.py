@@ -19,8 +19,10 @@ def load_model(
     `kind` is an Auto class. The weights keep `dtype`, whatever the file holds.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **override_config, **extra)
+    # sdpa passes over a soft cap of the attention's logits (Gemma 2) without a word.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     model = kind.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
     return model.eval()
 

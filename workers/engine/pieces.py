@@ -5,7 +5,9 @@ is padded. A causal model never looks ahead, so real tokens never see that paddi
 ids are 0, 1, 2, …, and a row's numbers do not depend on its neighbours' lengths beyond rounding.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,10 +56,12 @@ def make_piece(batch: PPOBatch, rows: np.ndarray, device: torch.device) -> Piece
 
 def _blank_row(batch: PPOBatch) -> PPOBatch:
     """One row of one prompt and one response token, under no mask but the attention's; float fields are 0."""
-    fields = {}
-    for name, value in batch.to_dict(retain_none=False).items():
-        if isinstance(value, Tensor):
-            fields[name] = torch.zeros(1, *value.shape[1:], dtype=value.dtype)
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(PPOBatch)}  # pyright: ignore
+    fields: dict[str, Any] = {
+        name: torch.zeros(1, *value.shape[1:], dtype=value.dtype)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
     width = batch.prompts.shape[1]
     fields["prompt_mask"][:, -1] = True
     fields["attention_mask"][:, width - 1 : width + 1] = True
