@@ -268,6 +268,7 @@ class TrainerConfig:
     test_freq: Frequency
     save_freq: Frequency
     sample_freq: Frequency
+    limiter_probe_freq: Frequency
     max_ckpt_to_keep: PositiveInt | None
     resume_mode: Literal["auto", "disable"]
     resume_allow_changes: list[str]

@@ -24,6 +24,7 @@ PRODUCERS = {
     "token_level_rewards": "stage 7 (KL in the reward)",
     "advantages": "stage 8 (advantages)",
     "returns": "stage 8 (advantages)",
+    "kl_advantages": "stage 8 (advantages), only with algorithm.use_kl_in_reward",
 }
 
 
@@ -51,6 +52,7 @@ class PPOBatch(TensorClass, shadow=True):
     token_level_rewards: Tensor | None = None  # [B, R] float32
     advantages: Tensor | None = None  # [B, R] float32
     returns: Tensor | None = None  # [B, R] float32
+    kl_advantages: Tensor | None = None  # [B, R] float32, the part of the advantages that the KL in the reward made
 
 
 def per_row(values: list) -> NonTensorStack:

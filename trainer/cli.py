@@ -5,12 +5,20 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.errors import GovernorError
+from trainer.errors import ConfigError, GovernorError
+
+if TYPE_CHECKING:
+    from config.schema import GovernorConfig
 
 USAGE = """governor train [key=value …]     train; without overrides the default job, experiment=copy_ppo
 governor train experiment=NAME   another job of config/experiment/
 governor config [key=value …]    print the whole configuration, checked and resolved
+governor report RUN_DIR          write RUN_DIR/report.html anew
+governor train --multirun ablation=NAME     a sweep of config/ablation/, or key=1,2,3
+governor compare DIR…            compare runs, or the members of a sweep
 """
 
 
@@ -28,27 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="governor", usage=USAGE, description="PPO for language models, with its limiters exact."
-    )
-    parser.add_argument("--version", action="version", version=metadata.version("governor-rl"))
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, text in (("train", "train"), ("config", "print the configuration")):
-        command = commands.add_parser(name, help=text, usage=f"governor {name} [options] [key=value …]")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
-        command.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file besides ppo_trainer")
-        command.add_argument(
-            "--config-dir", "-cd", help="a folder with files of your own, such as experiment/mine.yaml"
-        )
+    parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command is None:
         parser.print_usage()
         return 2
+    # argparse gives back what follows an option; overrides may stand anywhere.
     flags = [text for text in rest if text.startswith("-")]
-    if flags:
-        parser.error(f"no such option: {flags[0]}; overrides have the form key=value")
+    if flags or (rest and "overrides" not in arguments):
+        hint = "; overrides have the form key=value" if "overrides" in arguments else ""
+        parser.error(f"no such option: {(flags or rest)[0]}{hint}")
+    if "overrides" in arguments:
+        arguments.overrides += rest
     try:
-        return _run(arguments.command, [*arguments.overrides, *rest], arguments.config_name, arguments.config_dir)
+        return arguments.run(arguments)
     except GovernorError as error:
         from trainer.display import print_error
 
@@ -58,20 +59,78 @@ def _main(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _run(command: str, overrides: Sequence[str], config_name: str, config_dir: str | None) -> int:
-    from config.load import ConfigFaults, load_config, to_yaml
-    from trainer.errors import ConfigError
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="governor", usage=USAGE, description="PPO for language models, with its limiters exact."
+    )
+    parser.add_argument("--version", action="version", version=metadata.version("governor-rl"))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text, run in (("train", "train", _train), ("config", "print the configuration", _config)):
+        command = commands.add_parser(name, help=text, usage=f"governor {name} [options] [key=value …]")
+        command.set_defaults(run=run)
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
+        command.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file besides ppo_trainer")
+        command.add_argument(
+            "--config-dir", "-cd", help="a folder with files of your own, such as experiment/mine.yaml"
+        )
+        if name == "train":
+            command.add_argument(
+                "--multirun", "-m", action="store_true", help="a sweep: ablation=NAME, or overrides with several values"
+            )
+    report = commands.add_parser("report", help="write a run's report.html anew")
+    report.set_defaults(run=_report)
+    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    compare = commands.add_parser("compare", help="compare runs or the members of a sweep")
+    compare.set_defaults(run=_compare)
+    compare.add_argument(
+        "folders", metavar="DIR", nargs="+", type=Path, help="run directories, or folders that hold some"
+    )
+    compare.add_argument("--out", type=Path, help="where compare.html and compare.md go; default: the first DIR")
+    return parser
+
+
+def _checked(arguments: argparse.Namespace) -> "GovernorConfig":
+    from config.load import ConfigFaults, load_config
 
     try:
-        config = load_config(overrides, config_name=config_name, config_dir=config_dir)
+        return load_config(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
     except ConfigFaults as faults:
         raise ConfigError(str(faults)) from None
-    if command == "config":
-        print(to_yaml(config), end="")
-        return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    if arguments.multirun:
+        from trainer.sweep import run_sweep
+
+        return run_sweep(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
+    sweeps = [text for text in arguments.overrides if text.startswith("ablation=") and text != "ablation=null"]
+    if sweeps:
+        raise ConfigError(f"{sweeps[0]}: names a sweep of several runs; add --multirun")
+    config = _checked(arguments)
     from trainer.main_ppo import run
 
     return run(config)
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from config.load import to_yaml
+
+    print(to_yaml(_checked(arguments)), end="")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from trainer.report.page import write_report
+
+    print(write_report(arguments.run_dir))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from trainer.compare import compare
+
+    print(compare(arguments.folders, arguments.out))
+    return 0
 
 
 if __name__ == "__main__":

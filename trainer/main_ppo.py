@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from config.load import to_plain
 from config.rules import notices
-from config.schema import GovernorConfig
+from config.schema import ActorConfig, GovernorConfig
 from trainer.batch import PPOBatch
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, load_dataset, steps_per_epoch
@@ -29,17 +31,20 @@ SHOWN_SAMPLES = 2
 class FileRecord:
     """A run's record: series in the run directory, trackers, the terminal."""
 
-    def __init__(self, run_dir: RunDir, trackers: Trackers, display: Display, tokenizer: Any) -> None:
-        self.run_dir, self.trackers, self.display, self.tokenizer = run_dir, trackers, display, tokenizer
+    def __init__(
+        self, run_dir: RunDir, trackers: Trackers, display: Display, tokenizer: Any, actor: ActorConfig
+    ) -> None:
+        self.run_dir, self.trackers, self.display = run_dir, trackers, display
+        self.tokenizer, self.actor = tokenizer, actor
 
     def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
         """One line per update in `updates.jsonl`."""
         lines = [{"step": step, "role": role, "update": i, **update} for i, update in enumerate(updates)]
         self.run_dir.append("updates.jsonl", lines)
 
-    def samples(self, step: int, batch: PPOBatch, scored: list[Any]) -> None:
+    def samples(self, step: int, batch: PPOBatch, scored: list[Any], new_log_probs: Tensor) -> None:
         """Some responses in `samples.jsonl`, fewer on the terminal."""
-        rows = sample_rows(step, batch, scored, self.tokenizer)
+        rows = sample_rows(step, batch, scored, new_log_probs, self.tokenizer, self.actor)
         self.run_dir.append("samples.jsonl", rows)
         self.display.samples(step, rows[:SHOWN_SAMPLES])
 
@@ -136,7 +141,7 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
 
     trackers = _make_trackers(config, run_dir, display)
     run_dir.write_state("running", tracker_ids=trackers.run_ids())
-    record = FileRecord(run_dir, trackers, display, tokenizer.tokenizer)
+    record = FileRecord(run_dir, trackers, display, tokenizer.tokenizer, config.actor_rollout_ref.actor)
     try:
         complete = _train(
             config,
@@ -157,11 +162,13 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
         trackers.close()
     if complete:
         run_dir.write_state("done", exit_code=0, reason=None)
+        _write_report(run_dir, display)
         display.say(f"Done: {run_dir.root}")
         return 0
     assert signals.received is not None
     code = 128 + signals.received
     run_dir.write_state("stopped", exit_code=code, reason=signal.Signals(signals.received).name)
+    _write_report(run_dir, display)
     display.say(f"Stopped and saved: {run_dir.root}. The same command goes on from here.")
     return code
 
@@ -346,6 +353,15 @@ def _check_data(checkpoint: Checkpoint, train_set: PromptDataset) -> None:
             f"{checkpoint.folder} was trained on other prompts than the files now hold; bring the old files back, or start "
             "a new run with another trainer.experiment_name"
         )
+
+
+def _write_report(run_dir: RunDir, display: Display) -> None:
+    from trainer.report.page import write_report
+
+    try:
+        display.say(f"Report: {write_report(run_dir.root)}")
+    except Exception as error:  # a picture of a run must not cost the run
+        display.notice(f"The report could not be written: {type(error).__name__}: {error}")
 
 
 def _make_trackers(config: GovernorConfig, run_dir: RunDir, display: Display) -> Trackers:

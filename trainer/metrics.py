@@ -12,7 +12,10 @@ from trainer.batch import PPOBatch, require
 from trainer.ppo.core_algos import masked_mean
 
 Metrics = dict[str, float]
-LAST_OF_STEP = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
+LAST_OF_STEP = (
+    "actor/ppo_kl", "actor/kl_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_pos_adv", "actor/pg_clipfrac_neg_adv",
+    "actor/pg_clipfrac_lower",
+)  # fmt: skip
 
 
 class Timer:

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from config.schema import ActorConfig
 from trainer.batch import PPOBatch, require
+from trainer.ppo.core_algos import compute_policy_loss_vanilla
+from trainer.ppo.limiters import token_classes
 
 MAX_SAMPLES = 8
 TOKEN_FIELDS = (
@@ -13,32 +17,53 @@ TOKEN_FIELDS = (
 )  # fmt: skip
 
 
-def sample_rows(step: int, batch: PPOBatch, scored: Sequence[Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """At most eight responses of a batch, evenly spread over its scores from best to worst, for `samples.jsonl`."""
-    order = sorted(range(len(scored)), key=lambda row: -scored[row].reward.score)
+def choose_rows(scores: Sequence[float]) -> list[int]:
+    """At most eight rows, evenly spread from the best score to the worst."""
+    order = sorted(range(len(scores)), key=lambda row: -scores[row])
     count = min(MAX_SAMPLES, len(order))
-    chosen = [order[int(i * (len(order) - 1) / max(count - 1, 1))] for i in range(count)]
-    return [_sample(step, batch, row, scored[row], tokenizer) for row in chosen]
+    return [order[i * (len(order) - 1) // max(count - 1, 1)] for i in range(count)]
 
 
-def _sample(step: int, batch: PPOBatch, row: int, scored: Any, tokenizer: Any) -> dict[str, Any]:
-    responses, response_mask = require(batch, "responses", "response_mask")
-    mask = response_mask[row]
-    tokens = responses[row][mask].tolist()
-    fields = {name: getattr(batch, name) for name in TOKEN_FIELDS}
-    return {
-        "step": step,
-        "uid": batch.uid[row],
-        "data_source": batch.extras[row]["data_source"],
-        "prompt": tokenizer.decode(batch.prompts[row][batch.prompt_mask[row]]),
-        "response": scored.text,
-        "ground_truth": batch.extras[row]["ground_truth"],
-        "ended": scored.ended,
-        "score": scored.reward.score,
-        "extra": scored.reward.extra,
-        "tokens": [tokenizer.decode([token]) for token in tokens],
-        **{name: _rounded(values[row][mask]) for name, values in fields.items() if values is not None},
-    }
+def sample_rows(
+    step: int, batch: PPOBatch, scored: Sequence[Any], new_log_probs: Tensor, tokenizer: Any, actor: ActorConfig
+) -> list[dict[str, Any]]:
+    """The rows of a batch as lines of `samples.jsonl`.
+
+    `acted` names, token by token, what the ratio after the step's updates would meet: a side of the clip, the dual clip,
+    or nothing.
+    """
+    old, advantages, mask, responses = require(batch, "old_log_probs", "advantages", "response_mask", "responses")
+    surrogate = compute_policy_loss_vanilla(
+        log_prob=new_log_probs,
+        old_log_probs=old,
+        advantages=advantages,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+    )
+    classes = token_classes(log_ratio=new_log_probs - old, advantages=advantages, surrogate=surrogate)
+    fields = {name: getattr(batch, name) for name in TOKEN_FIELDS} | {"new_log_probs": new_log_probs}
+    lines = []
+    for row, item in enumerate(scored):
+        tokens = responses[row][mask[row]].tolist()
+        acted = {name: members[row][mask[row]].tolist() for name, members in classes.items()}
+        lines.append(
+            {
+                "step": step,
+                "uid": batch.uid[row],
+                "data_source": batch.extras[row]["data_source"],
+                "prompt": tokenizer.decode(batch.prompts[row][batch.prompt_mask[row]]),
+                "response": item.text,
+                "ground_truth": batch.extras[row]["ground_truth"],
+                "ended": item.ended,
+                "score": item.reward.score,
+                "extra": item.reward.extra,
+                "tokens": [tokenizer.decode([token]) for token in tokens],
+                "acted": [next(name for name in acted if acted[name][i]) for i in range(len(tokens))],
+                **{name: _rounded(values[row][mask[row]]) for name, values in fields.items() if values is not None},
+            }
+        )
+    return lines
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

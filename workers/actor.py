@@ -13,6 +13,7 @@ from config.schema import ActorRolloutRefConfig, FSDPConfig, OptimConfig
 from trainer.batch import PPOBatch, require
 from trainer.errors import DivergedError
 from trainer.ppo.core_algos import LossCounts
+from trainer.ppo.limiters import LimiterProbe
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import TORCH_DTYPES, PolicyModel, load_model
 from workers.engine.pieces import Piece, make_piece
@@ -62,10 +63,10 @@ def score_tokens(
     out = {name: torch.zeros(responses.shape, dtype=dtype) for name in names}
     for rows in micro_batches:
         piece = make_piece(batch, rows, engine.context.device)
-        values = engine.module(piece.input_ids, piece.positions, piece.labels, temperature, with_entropy)
+        output = engine.module(piece.input_ids, piece.positions, piece.labels, temperature, with_entropy=with_entropy)
         if len(rows):
-            for name, value in zip(names, values, strict=False):
-                out[name][torch.from_numpy(rows)] = piece.widen(value).cpu()
+            for name in names:
+                out[name][torch.from_numpy(rows)] = piece.widen(getattr(output, name)).cpu()
     return out
 
 
@@ -140,24 +141,25 @@ class ActorRollout:
             yield self._loss(make_piece(batch, rows, self.context.device), update.counts)
 
     def _loss(self, piece: Piece, counts: LossCounts) -> LossShare:
-        actor = self.config.actor
+        actor, temperature = self.config.actor, self.config.rollout.temperature
         with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0
-        log_prob, entropy = self.engine.module(
-            piece.input_ids, piece.positions, piece.labels, self.config.rollout.temperature, with_entropy
+        output = self.engine.module(
+            piece.input_ids, piece.positions, piece.labels, temperature, with_entropy=with_entropy, with_geometry=True
         )
         rows = piece.batch
         old_log_probs, advantages, loss_mask = require(rows, "old_log_probs", "advantages", "loss_mask")
-        log_prob = piece.widen(log_prob)
+        log_prob = piece.widen(output.log_prob)
         require_finite(log_prob.detach(), loss_mask, rows, "the policy's log-probability")
         return ppo_loss(
             log_prob=log_prob,
-            entropy=None if entropy is None else piece.widen(entropy),
+            entropy=None if output.entropy is None else piece.widen(output.entropy),
             old_log_probs=old_log_probs,
             ref_log_prob=rows.ref_log_prob,
             advantages=advantages,
             loss_mask=loss_mask,
             counts=counts,
             config=actor,
+            probe=LimiterProbe(output.geometry.map(piece.widen), temperature, rows.kl_advantages),
         )
 
     def update_weights(self) -> None:
@@ -170,4 +172,4 @@ class ActorRollout:
 
     def load_optimizer(self, folder: str) -> None:
         """Go on from a checkpoint's optimizer; its weights are what `PolicySpec.path` named."""
-        self.engine.load_optimizer(Path(folder) / "actor_optimizer.safetensors")
+        self.engine.load_optimizer(Path(folder), "actor")

@@ -77,4 +77,4 @@ class Critic:
 
     def load_optimizer(self, folder: str) -> None:
         """Go on from a checkpoint's optimizer; its weights are what `path` named."""
-        self.engine.load_optimizer(Path(folder) / "critic_optimizer.safetensors")
+        self.engine.load_optimizer(Path(folder), "critic")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from config.schema import ActorRolloutRefConfig, CriticConfig
 from trainer.batch import PPOBatch, real_lengths, require
+from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
 from workers.actor import ActorRollout, LocalUpdate, PolicySpec
 from workers.critic import Critic
@@ -224,6 +225,6 @@ def _run_updates(
     by_rank: list[list[UpdateOutcome]] = pool.call(role, "update", calls)
     metrics = []
     for outcomes in zip(*by_rank, strict=True):
-        total = {name: sum(outcome.metrics[name] for outcome in outcomes) for name in outcomes[0].metrics}
-        metrics.append({**total, grad_norm_key: outcomes[0].grad_norm})
+        total = {name: sum(outcome.metrics[name] for outcome in outcomes) + 0.0 for name in outcomes[0].metrics}
+        metrics.append({**finish(total), grad_norm_key: outcomes[0].grad_norm})
     return metrics

@@ -21,6 +21,7 @@ from trainer.ppo.core_algos import (
     kl_penalty,
     masked_sum,
 )
+from trainer.ppo.limiters import LimiterProbe, LossTerms, measure
 
 Metrics = dict[str, Tensor]  # scalars; shares that add up over pieces and ranks
 
@@ -43,19 +44,25 @@ def ppo_loss(
     loss_mask: Tensor,
     counts: LossCounts,
     config: ActorConfig,
+    probe: LimiterProbe | None = None,
 ) -> LossShare:
     """The actor's loss: clipped surrogate - entropy_coeff · entropy + kl_loss_coef · KL(policy, reference).
 
     Tensors are [B, R]; `log_prob` and `entropy` (nats) carry the gradient. The reference is read with `use_kl_loss`
-    only, the entropy whenever it is given.
+    only, the entropy whenever it is given. With a `probe` the metrics say what each limiter did.
 
     Source: PPO (arXiv:1707.06347, eq. 9); the KL in the loss as in GRPO (arXiv:2402.03300, eq. 3).
     """
     mask = loss_mask.bool()
     # Selected before the formulas: a NaN in a masked place would come back through their gradients as 0 · NaN.
     log_prob, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_probs, advantages))
-    aggregation = {"counts": counts, "loss_scale_factor": config.loss_scale_factor}
     tokens = max(counts.num_tokens, 1)
+
+    def aggregate(matrix: Tensor) -> Tensor:
+        return agg_loss(matrix, mask, config.loss_agg_mode, counts=counts, loss_scale_factor=config.loss_scale_factor)
+
+    def share_of_tokens(condition: Tensor) -> Tensor:
+        return masked_sum(condition.to(log_prob.dtype), mask) / tokens
 
     surrogate = compute_policy_loss_vanilla(
         log_prob=log_prob,
@@ -65,37 +72,51 @@ def ppo_loss(
         clip_ratio_high=config.clip_ratio_high,
         clip_ratio_c=config.clip_ratio_c,
     )
-    pg_loss = agg_loss(surrogate.loss, mask, config.loss_agg_mode, **aggregation)
-    loss = pg_loss
-    high, low, dual = (
-        masked_sum(clipped.to(log_prob.dtype), mask) / tokens
-        for clipped in (surrogate.clipped_high, surrogate.clipped_low, surrogate.clipped_dual)
-    )
+    terms = LossTerms(pg=aggregate(surrogate.loss))
+    high, low = share_of_tokens(surrogate.clipped_high), share_of_tokens(surrogate.clipped_low)
     metrics = {
-        "actor/pg_loss": pg_loss.detach(),
-        "actor/ppo_kl": masked_sum((old_log_probs - log_prob).detach(), mask) / tokens,
+        "actor/pg_loss": terms.pg,
+        "actor/ppo_kl": masked_sum(old_log_probs - log_prob, mask) / tokens,
         "actor/pg_clipfrac": high + low,
         "actor/pg_clipfrac_pos_adv": high,
         "actor/pg_clipfrac_neg_adv": low,
-        "actor/pg_clipfrac_lower": dual,
+        "actor/pg_clipfrac_lower": share_of_tokens(surrogate.clipped_dual),
     }
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0.0)
-        entropy_loss = compute_entropy_loss(entropy, mask, config.loss_agg_mode, **aggregation)
-        metrics["actor/entropy_loss"] = entropy_loss.detach()
+        entropy_loss = compute_entropy_loss(
+            entropy, mask, config.loss_agg_mode, counts=counts, loss_scale_factor=config.loss_scale_factor
+        )
+        metrics["actor/entropy_loss"] = entropy_loss
         if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * entropy_loss
+            terms.entropy = -config.entropy_coeff * entropy_loss
     if config.use_kl_loss:
         assert ref_log_prob is not None, "use_kl_loss reads ref_log_prob"
         ref_log_prob = torch.where(mask, ref_log_prob, 0.0)
-        kl = kl_penalty(log_prob, ref_log_prob, config.kl_loss_type)
-        kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **aggregation)
-        loss = loss + config.kl_loss_coef * kl_loss
-        capped = kl_is_capped(log_prob.detach(), ref_log_prob, config.kl_loss_type)
-        metrics["actor/kl_loss"] = kl_loss.detach()
-        metrics["actor/kl_loss_capped_frac"] = masked_sum(capped.to(log_prob.dtype), mask) / tokens
-    metrics["actor/loss"] = loss.detach()
-    return LossShare(loss, metrics)
+        kl_loss = aggregate(kl_penalty(log_prob, ref_log_prob, config.kl_loss_type))
+        terms.kl = config.kl_loss_coef * kl_loss
+        metrics["actor/kl_loss"] = kl_loss
+        capped = kl_is_capped(log_prob, ref_log_prob, config.kl_loss_type)
+        metrics["actor/kl_loss_capped_frac"] = share_of_tokens(capped)
+        if probe is not None:
+            sampling_kl = kl_penalty(old_log_probs, ref_log_prob, config.kl_loss_type)
+            metrics["limiter/kl/sampling_policy"] = aggregate(sampling_kl)
+    loss = terms.total()
+    metrics["actor/loss"] = loss
+    if probe is not None:
+        metrics |= measure(
+            log_prob=log_prob,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            mask=mask,
+            terms=terms,
+            surrogate=surrogate,
+            entropy_coeff=config.entropy_coeff,
+            aggregate=aggregate,
+            share_of_tokens=share_of_tokens,
+            probe=probe,
+        )
+    return LossShare(loss, {name: value.detach() for name, value in metrics.items()})
 
 
 def value_loss(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from config.schema import GovernorConfig, OptimConfig
 from trainer.batch import PPOBatch, require
@@ -13,13 +14,17 @@ from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, batch_indexes
 from trainer.errors import DivergedError
 from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, timing_metrics, update_metrics
-from trainer.ppo.advantages import compute_advantages
+from trainer.ppo.advantages import AdvantageResult, compute_advantages
 from trainer.ppo.core_algos import apply_kl_penalty, get_kl_controller
+from trainer.ppo.limiters import entropy_metrics, probe_metrics, reward_kl_metrics
 from trainer.ppo.validation import ValSample, validation_metrics
+from trainer.samples import choose_rows
 from workers.engine.schedule import lr_multiplier
 from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup, UpdateContext
 from workers.reward.group import RewardGroup, ScoredText
 from workers.rollout.sampling import TRAIN, VALIDATION, SamplingParams
+
+MAX_PROBE_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -38,8 +43,8 @@ class RunRecord(Protocol):
     def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
         """Each update of a role in a step."""
 
-    def samples(self, step: int, batch: PPOBatch, scored: list[ScoredText]) -> None:
-        """Some responses of a step."""
+    def samples(self, step: int, batch: PPOBatch, scored: list[ScoredText], new_log_probs: Tensor) -> None:
+        """Some responses of a step, and their tokens' log-probabilities [b, R] after its updates."""
 
     def metrics(self, step: int, metrics: Metrics) -> None:
         """A finished step's metrics."""
@@ -74,6 +79,7 @@ class RayPPOTrainer:
         self.memory = memory
         self.should_stop = should_stop
         self.kl_ctrl = get_kl_controller(**_fields(config.algorithm.kl_ctrl))
+        self.mean_kl = 0.0  # of this step's batch to the reference, where the KL is in the reward
         self.step = 0
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -129,7 +135,7 @@ class RayPPOTrainer:
                 # 7. KL in the reward.
                 metrics |= self.apply_kl(batch)
                 # 8. Advantages and returns.
-                self.compute_advantages(batch)
+                metrics |= self.compute_advantages(batch)
             # 9. Updates.
             if groups.critic is not None:
                 with timer.part("update_critic"):
@@ -137,13 +143,15 @@ class RayPPOTrainer:
             if self.step > config.trainer.critic_warmup:
                 with timer.part("update_actor"):
                     metrics |= self.update_actor(batch)
-        if _due(self.step, config.trainer.sample_freq):
-            self.record.samples(self.step, batch, scored)
+        with timer.part("probe"):
+            metrics |= self.look_back(batch, scored)
         metrics |= data_metrics(
             batch,
             max_prompt_length=config.data.max_prompt_length,
             ended=[item.ended for item in scored],
         )
+        entropys, mask = require(batch, "entropys", "response_mask")
+        metrics |= entropy_metrics(entropys, mask)
         metrics |= extra_metrics([item.reward.extra for item in scored])
         metrics |= timing_metrics(timer, batch, num_devices=config.num_devices)
         metrics |= {"training/global_step": self.step, "training/epoch": self.epoch()}
@@ -204,25 +212,44 @@ class RayPPOTrainer:
         )
         batch.token_level_rewards = result.token_level_rewards
         self.kl_ctrl.update(result.mean_kl, result.num_rows)
+        self.mean_kl = result.mean_kl
         return {"actor/reward_kl_penalty": result.mean_kl, "actor/reward_kl_penalty_coeff": beta}
 
-    def compute_advantages(self, batch: PPOBatch) -> None:
-        """Stage 8: `advantages` and `returns`."""
-        rewards, mask = require(batch, "token_level_rewards", "response_mask")
+    def compute_advantages(self, batch: PPOBatch) -> Metrics:
+        """Stage 8: `advantages` and `returns`; with the KL in the reward also what it made of the advantages."""
+        scores, rewards, mask = require(batch, "token_level_scores", "token_level_rewards", "response_mask")
         algorithm = self.config.algorithm
-        result = compute_advantages(
-            algorithm.adv_estimator,
-            token_level_rewards=rewards,
-            response_mask=mask,
-            uid=batch.uid,
-            values=batch.values,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        )
-        batch.advantages, batch.returns = result.advantages, result.returns
+
+        def estimate(token_level_rewards: Tensor) -> AdvantageResult:
+            return compute_advantages(
+                algorithm.adv_estimator,
+                token_level_rewards=token_level_rewards,
+                response_mask=mask,
+                uid=batch.uid,
+                values=batch.values,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            )
+
+        advantages, batch.returns = estimate(rewards)
+        batch.advantages = advantages
         self.require_finite(batch, "advantages")
         self.require_finite(batch, "returns")
+        if not algorithm.use_kl_in_reward:
+            return {}
+        without_kl = estimate(scores).advantages
+        batch.kl_advantages = advantages - without_kl
+        adaptive = algorithm.kl_ctrl.type == "adaptive"
+        return reward_kl_metrics(
+            token_level_scores=scores,
+            token_level_rewards=rewards,
+            advantages=advantages,
+            advantages_without_kl=without_kl,
+            mask=mask,
+            mean_kl=self.mean_kl,
+            target_kl=algorithm.kl_ctrl.target_kl if adaptive else None,
+        )
 
     def update_critic(self, batch: PPOBatch, critic: CriticGroup) -> Metrics:
         """Stage 9, critic."""
@@ -240,6 +267,34 @@ class RayPPOTrainer:
         self.record.updates(self.step, "actor", updates)
         metrics = update_metrics(updates) | {"actor/lr": lr}
         return metrics | {"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else metrics
+
+    def look_back(self, batch: PPOBatch, scored: list[ScoredText]) -> Metrics:
+        """Samples if due, and the limiter probe if due: both score some of the step's tokens with the new policy."""
+        trainer = self.config.trainer
+        if _due(self.step, trainer.sample_freq):
+            rows = choose_rows([item.reward.score for item in scored])
+            shown, after = self.rescore(batch, rows)
+            (new_log_probs,) = require(after, "old_log_probs")
+            self.record.samples(self.step, shown, [scored[row] for row in rows], new_log_probs)
+        if not _due(self.step, trainer.limiter_probe_freq):
+            return {}
+        count = min(MAX_PROBE_ROWS, len(batch))
+        before, after = self.rescore(batch, [row * len(batch) // count for row in range(count)])
+        old, old_entropy, mask = require(before, "old_log_probs", "entropys", "response_mask")
+        new, new_entropy = require(after, "old_log_probs", "entropys")
+        return probe_metrics(
+            old_log_probs=old,
+            new_log_probs=new,
+            ref_log_prob=before.ref_log_prob,
+            entropy_before=old_entropy,
+            entropy_after=new_entropy,
+            mask=mask,
+        )
+
+    def rescore(self, batch: PPOBatch, rows: list[int]) -> tuple[PPOBatch, PPOBatch]:
+        """Some rows as they are, and with `old_log_probs` and `entropys` of the policy after the updates."""
+        taken = batch[torch.tensor(rows)]
+        return taken, self.groups.actor_rollout.compute_log_prob(taken.clone(recurse=False))
 
     def learning_rate(self, optim: OptimConfig, *, first_step: int) -> float:
         """The rate of this step; the schedule begins after `first_step` steps."""

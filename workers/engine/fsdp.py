@@ -13,12 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -70,8 +64,7 @@ class FSDPEngine:
             (share.loss * self.context.world_size).backward()
             for name, value in share.metrics.items():
                 metrics[name] = metrics[name] + value if name in metrics else value
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), grad_clip)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = self._clip_gradient(grad_clip)
         if not grad_norm < float("inf"):
             raise DivergedError(f"the gradient norm is {grad_norm}; the update was not applied")
         for group in self.optimizer.param_groups:
@@ -80,51 +73,92 @@ class FSDPEngine:
         self.optimizer.zero_grad()
         return UpdateOutcome({name: float(value) for name, value in metrics.items()}, grad_norm)
 
+    def _clip_gradient(self, limit: float) -> float:
+        """Scale the gradient down to the limit where its norm is larger; the norm before, over all ranks."""
+        gradients = [local_part(p.grad) for p in self.module.parameters() if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(gradients).square()
+        torch.distributed.all_reduce(square, group=self.context.mesh.get_group())
+        norm = float(square.sqrt())
+        if norm > limit:
+            for gradient in gradients:
+                gradient.mul_(limit / (norm + 1e-6))
+        return norm
+
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full value of each parameter, named as in the Hugging Face model. A collective: all ranks draw all."""
         for name, parameter in self.hf_model.named_parameters():
-            value = parameter.detach()
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, full_value(parameter.detach())
 
     def save(self, folder: Path, name: str) -> None:
         """Write `folder/name` (opens with from_pretrained) and the optimizer beside it. A collective; rank 0 writes.
 
-        An optimizer without state (not stepped yet, or SGD) has no file: to ask torch for its state would step it.
+        An optimizer that has no state yet, or never has (SGD), has no file.
         """
         assert self.optimizer is not None, "only what is trained is saved"
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.hf_model, options=options)
-        optimizer: dict[str, Any] = {}
-        if self.optimizer.state:
-            optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=options)
-        if self.context.rank != 0:  # where both are empty
+        weights, slots = {}, {}
+        for key, parameter in self.hf_model.named_parameters():
+            weights[key] = full_value(parameter.detach()).cpu()
+            for slot, value in self.optimizer.state.get(parameter, {}).items():
+                slots[f"{key}/{slot}"] = full_value(value).cpu()
+        if self.context.rank != 0:
             return
-        kept = {key for key, _ in self.hf_model.named_parameters()}
-        tied = {key for key, _ in self.hf_model.named_parameters(remove_duplicate=False)} - kept
         if getattr(self.hf_model, "generation_config", None) is not None:
             self.hf_model.generation_config.do_sample = True  # else transformers refuses to save a temperature
-        weights = {key: value for key, value in weights.items() if key not in tied}
         self.hf_model.save_pretrained(folder / name, state_dict=weights)
-        if optimizer:
-            state = optimizer["state"].items()
-            tensors = {f"{parameter}/{slot}": value for parameter, slots in state for slot, value in slots.items()}
-            save_file(tensors, folder / f"{name}_optimizer.safetensors")
-        for path in [folder / f"{name}_optimizer.safetensors", *(folder / name).iterdir()]:
+        if slots:
+            save_file({key: value.contiguous() for key, value in slots.items()}, self._optimizer_path(folder, name))
+        for path in [self._optimizer_path(folder, name), *(folder / name).iterdir()]:
             fsync(path)
 
-    def load_optimizer(self, path: Path) -> None:
+    def load_optimizer(self, folder: Path, name: str) -> None:
         """Go on from the optimizer state that `save` wrote, on any number of ranks; without a file it starts anew."""
         assert self.optimizer is not None, "this model is not trained"
+        path = self._optimizer_path(folder, name)
         if not path.exists():
             return
-        slots: dict[str, dict[str, Tensor]] = {}
+        parameters = dict(self.hf_model.named_parameters())
         for key, value in load_file(path).items():
-            parameter, slot = key.rsplit("/", 1)
-            slots.setdefault(parameter, {})[slot] = value
-        options = StateDictOptions(full_state_dict=True)
-        groups = get_optimizer_state_dict(self.module, self.optimizer)["param_groups"]
-        state = {"state": slots, "param_groups": groups}
-        set_optimizer_state_dict(self.module, self.optimizer, state, options=options)
+            key, slot = key.rsplit("/", 1)
+            parameter = parameters[key]
+            if value.shape == parameter.shape:
+                value, whole = torch.zeros_like(parameter), value
+                local_part(value).copy_(own_part(whole, parameter))
+            self.optimizer.state[parameter][slot] = value
+
+    @staticmethod
+    def _optimizer_path(folder: Path, name: str) -> Path:
+        return folder / f"{name}_optimizer.safetensors"
+
+
+# Weights and optimizer states are sharded by rows, as torch.chunk cuts them. They are gathered with plain collectives:
+# DTensor's own, which torch runs asynchronously, crashed once over gloo on a busy machine.
+
+
+def local_part(value: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, sharing its memory."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of a whole tensor that this rank has of the sharded `like`."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    height = -(-whole.shape[0] // mesh.size())
+    return whole[mesh.get_local_rank() * height :][: len(like.to_local())]
+
+
+def full_value(value: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on every rank. A collective."""
+    if not isinstance(value, DTensor):
+        return value
+    local, mesh = value.to_local(), value.device_mesh
+    height = -(-value.shape[0] // mesh.size())
+    padded = local.new_zeros(height, *value.shape[1:])
+    padded[: len(local)] = local
+    whole = local.new_empty(height * mesh.size(), *value.shape[1:])
+    torch.distributed.all_gather_into_tensor(whole, padded, group=mesh.get_group())
+    return whole[: value.shape[0]]
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> nn.Module:

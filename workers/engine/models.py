@@ -1,12 +1,13 @@
 """The models that the engines run, over Hugging Face models: log-probabilities and values of response tokens."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
+from trainer.ppo.limiters import LogitGeometry, logit_geometry
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -25,6 +26,14 @@ def load_model(
         path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
     return model.eval()
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of the labels; all [b, T]."""
+
+    log_prob: Tensor  # nats
+    entropy: Tensor | None  # nats
+    geometry: LogitGeometry | None  # for the limiters' pushes; no gradient
 
 
 class PolicyModel(nn.Module):
@@ -52,16 +61,29 @@ class PolicyModel(nn.Module):
         return (hidden.gather(1, index), *rest)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, labels: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability, and entropy if asked, of the labels [b, T] in nats at the temperature.
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        temperature: float,
+        *,
+        with_entropy: bool = False,
+        with_geometry: bool = False,
+    ) -> PolicyOutput:
+        """Log-probability of the labels [b, T] in nats at the temperature, and what else is asked for.
 
         input_ids [b, L] right-padded; positions [b, T] the columns whose output predicts the labels.
         """
         self._positions = positions
         logits = self.model(input_ids=input_ids, use_cache=False).logits
-        log_prob = log_prob_from_logits(logits, labels, temperature)
-        return log_prob, entropy_from_logits(logits, temperature) if with_entropy else None
+        geometry = None
+        if with_geometry:
+            geometry = logit_geometry(logits.detach(), labels, temperature, with_entropy=with_entropy)
+        return PolicyOutput(
+            log_prob=log_prob_from_logits(logits, labels, temperature),
+            entropy=entropy_from_logits(logits, temperature) if with_entropy else None,
+            geometry=geometry,
+        )
 
 
 class ValueModel(nn.Module):

@@ -105,7 +105,7 @@ class FakeRecord:
     def updates(self, step: int, role: str, updates: list[dict[str, float]]) -> None:
         pass
 
-    def samples(self, step: int, batch: PPOBatch, scored: list[ScoredText]) -> None:
+    def samples(self, step: int, batch: PPOBatch, scored: list[ScoredText], new_log_probs: torch.Tensor) -> None:
         self.groups.note("samples")
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:

@@ -50,7 +50,7 @@ def make_engine(device_context: DeviceContext) -> Callable[..., FSDPEngine]:
 def log_probs(engine: FSDPEngine, batch: PPOBatch) -> Tensor:
     piece = make_piece(batch, np.arange(len(batch)), CPU)
     with torch.no_grad():
-        return piece.widen(engine.module(piece.input_ids, piece.positions, piece.labels, 1.0, False)[0])
+        return piece.widen(engine.module(piece.input_ids, piece.positions, piece.labels, 1.0)[0])
 
 
 def update(engine: FSDPEngine, batch: PPOBatch, *, scale: float = 1.0, lr: float = 1e-2) -> float:
@@ -58,7 +58,7 @@ def update(engine: FSDPEngine, batch: PPOBatch, *, scale: float = 1.0, lr: float
 
     def shares() -> Iterator[LossShare]:
         piece = make_piece(batch, np.arange(len(batch)), CPU)
-        log_prob = piece.widen(engine.module(piece.input_ids, piece.positions, piece.labels, 1.0, False)[0])
+        log_prob = piece.widen(engine.module(piece.input_ids, piece.positions, piece.labels, 1.0)[0])
         yield LossShare(-scale * torch.where(piece.batch.response_mask, log_prob, 0.0).sum(), {})
 
     return engine.update(shares(), lr=lr, grad_clip=1.0).grad_norm
@@ -85,7 +85,7 @@ def test_a_saved_policy_opens_with_from_pretrained_and_gives_equal_logits(
     logits = []
     engine.hf_model.get_output_embeddings().register_forward_hook(lambda module, args, output: logits.append(output))
     with torch.no_grad():
-        engine.module(ids, torch.arange(9).expand(2, -1), ids, 1.0, False)
+        engine.module(ids, torch.arange(9).expand(2, -1), ids, 1.0)
         assert torch.equal(opened(input_ids=ids).logits, logits[0])
 
 
@@ -144,7 +144,7 @@ def test_going_on_from_a_saved_folder_is_bitwise_going_on(
         update(first, batch)
     first.save(tmp_path, "actor")
     second = make_engine(tmp_path / "actor", optimizer=optimizer)
-    second.load_optimizer(tmp_path / "actor_optimizer.safetensors")
+    second.load_optimizer(tmp_path, "actor")
     assert same_bits(weights(first), weights(second))
     for engine in (first, second):
         update(engine, batch)
@@ -182,7 +182,7 @@ def test_going_on_from_a_checkpoint_before_the_first_update_is_bitwise_going_on(
     unsaved = make_engine(write_model("qwen3"))
     make_engine(write_model("qwen3")).save(tmp_path, "actor")
     resumed = make_engine(tmp_path / "actor")
-    resumed.load_optimizer(tmp_path / "actor_optimizer.safetensors")
+    resumed.load_optimizer(tmp_path, "actor")
     for engine in (unsaved, resumed):
         update(engine, batch)
     assert same_bits(weights(unsaved), weights(resumed))
@@ -258,7 +258,7 @@ def test_bfloat16_goes_on_bitwise_from_a_saved_folder(
     update(first, batch)
     first.save(tmp_path, "actor")
     second = make_engine(tmp_path / "actor", dtype="bfloat16")
-    second.load_optimizer(tmp_path / "actor_optimizer.safetensors")
+    second.load_optimizer(tmp_path, "actor")
     for engine in (first, second):
         update(engine, batch)
     assert same_bits(weights(first), weights(second))

@@ -31,7 +31,7 @@ def run_policy(
     """Log-probabilities and entropies [rows, R] by the engine's model."""
     piece = make_piece(batch, np.arange(len(batch)) if rows is None else np.array(rows), CPU)
     with torch.no_grad():
-        log_prob, entropy = model(piece.input_ids, piece.positions, piece.labels, temperature, True)
+        log_prob, entropy, _ = model(piece.input_ids, piece.positions, piece.labels, temperature, with_entropy=True)
     return piece.widen(log_prob), piece.widen(entropy)
 
 
@@ -104,7 +104,7 @@ def test_gradients_flow_in_evaluation_mode_and_equal_those_of_transformers(
     folder = write_model("qwen3")
     model = PolicyModel.load(folder, **LOAD)
     piece = make_piece(batch, np.arange(len(batch)), CPU)
-    log_prob, _ = model(piece.input_ids, piece.positions, piece.labels, 0.6, False)
+    log_prob, *_ = model(piece.input_ids, piece.positions, piece.labels, 0.6)
     torch.where(piece.batch.response_mask, piece.widen(log_prob), 0.0).sum().backward()
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -170,7 +170,7 @@ def test_dropout_is_off_in_the_policy(
     model = PolicyModel.load(folder, **LOAD)
     piece = make_piece(batch, np.arange(len(batch)), CPU)
     # With gradients, as in an update.
-    once, twice = (model(piece.input_ids, piece.positions, piece.labels, 1.0, False)[0] for _ in range(2))
+    once, twice = (model(piece.input_ids, piece.positions, piece.labels, 1.0)[0] for _ in range(2))
     assert torch.equal(once, twice)
     assert once.requires_grad
 

@@ -86,6 +86,7 @@ def widened(batch: PPOBatch) -> PPOBatch:
         "old_log_probs",
         "ref_log_prob",
         "advantages",
+        "kl_advantages",
         "values",
         "returns",
     ):
@@ -141,12 +142,14 @@ def batch(answered: Callable[..., PPOBatch], policy: str, critic: str, row_ids: 
             value[row, :length] = valuer(input_ids=ids[None]).logits[0, len(ids) - length - 1 : -1, 0]
     # Not centred: a loss that nearly cancels out has no relative accuracy in float32.
     batch.advantages = noise(1) + 0.4
+    batch.advantages[0, 0] = 0.0
+    batch.kl_advantages = 0.3 * batch.advantages + 0.1
     # Off far enough that both sides of the clip act, and in some tokens the dual clip (a ratio above 3).
     batch.old_log_probs = log_prob + noise(0.5) - 1.6 * (noise(1) > 0.7)
     # Far in a few tokens, where k3 is capped.
     batch.ref_log_prob = log_prob + noise(0.3) + 4.0 * (noise(1) > 1.6)
     batch.values, batch.returns = value + noise(0.5), value + noise(1)
-    for name in ("advantages", "old_log_probs", "ref_log_prob"):
+    for name in ("advantages", "kl_advantages", "old_log_probs", "ref_log_prob"):
         setattr(batch, name, getattr(batch, name).masked_fill(~batch.loss_mask, math.nan))
     for name in ("values", "returns"):
         setattr(batch, name, getattr(batch, name).masked_fill(~batch.response_mask, math.nan))
@@ -155,7 +158,7 @@ def batch(answered: Callable[..., PPOBatch], policy: str, critic: str, row_ids: 
 
 def in_float64(batch: PPOBatch) -> PPOBatch:
     wide = batch.clone()
-    for name in ("advantages", "old_log_probs", "ref_log_prob", "values", "returns"):
+    for name in ("advantages", "kl_advantages", "old_log_probs", "ref_log_prob", "values", "returns"):
         setattr(wide, name, getattr(batch, name).double())
     return wide
 
@@ -202,15 +205,16 @@ def k3_held_at_its_cap(d: Tensor) -> Tensor:
 def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Callable, dtype: torch.dtype) -> Outcome:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     surrogate, entropy, kl, log_ratio, high, low, dual, capped = ([] for _ in range(8))
+    raw, unclipped, from_kl, weights, sampling_kl, zero = ([] for _ in range(6))
     for row, length in enumerate(RESPONSES):
         mask = batch.loss_mask[row, :length]
         ids = torch.tensor(row_ids(batch, row))
-        logits = model(input_ids=ids[None]).logits[0, len(ids) - length - 1 : len(ids) - 1] / TEMPERATURE
+        raw.append(model(input_ids=ids[None]).logits[0, len(ids) - length - 1 : len(ids) - 1])
+        logits = raw[-1] / TEMPERATURE
         log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
         log_prob = log_p[torch.arange(length), ids[len(ids) - length :]][mask]
-        a, old, ref = (
-            getattr(batch, name)[row, :length][mask] for name in ("advantages", "old_log_probs", "ref_log_prob")
-        )
+        names = ("advantages", "old_log_probs", "ref_log_prob", "kl_advantages")
+        a, old, ref, kl_a = (getattr(batch, name)[row, :length][mask] for name in names)
         ratio = torch.exp(log_prob - old)
         plain, clipped = -a * ratio, -a * ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
         worse = torch.maximum(plain, clipped)
@@ -223,6 +227,11 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
         kl.append(k3_held_at_its_cap(log_prob - ref))
         capped.append(log_prob - ref < -2.6108686381498756)
         log_ratio.append(old - log_prob)
+        unclipped.append(plain)
+        from_kl.append(-kl_a * ratio)
+        weights.append((a * ratio).abs())
+        sampling_kl.append(k3_held_at_its_cap(old - ref))
+        zero.append(a == 0)
     mode = actor.loss_agg_mode
     pg_loss, entropy_loss, kl_loss = (aggregate(rows, mode) for rows in (surrogate, entropy, kl))
     loss = pg_loss - actor.entropy_coeff * entropy_loss + actor.kl_loss_coef * kl_loss
@@ -230,8 +239,30 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
         name: float(torch.cat(rows).detach().double().mean())
         for name, rows in {"high": high, "low": low, "dual": dual, "capped": capped, "kl": log_ratio}.items()
     }
+    limiter_metrics = limiters_by_hand(
+        raw,
+        {
+            "pg": pg_loss,
+            "entropy": -actor.entropy_coeff * entropy_loss,
+            "kl": actor.kl_loss_coef * kl_loss,
+            "pg_unclipped": aggregate(unclipped, mode),
+            "reward_kl": aggregate(from_kl, mode),
+        },
+    )
+    clipped_tokens = torch.cat(high) | torch.cat(low) | torch.cat(dual)
+    all_weights = torch.cat(weights).detach().double()
+    limiter_metrics |= {
+        "limiter/clip/removed": float(all_weights[clipped_tokens].sum() / all_weights.sum()),
+        "limiter/kl/sampling_policy": float(aggregate(sampling_kl, mode)),
+    }
+    classes = {"high": high, "low": low, "dual": dual, "zero_advantage": zero}
+    limiter_metrics |= {
+        f"limiter/tokens/{name}": float(torch.cat(rows).double().mean()) for name, rows in classes.items()
+    }
+    limiter_metrics["limiter/tokens/ratio_bound"] = 0.0
+    limiter_metrics["limiter/tokens/active"] = 1 - float((clipped_tokens | torch.cat(zero)).double().mean())
     norm, weights = step_by_hand(model, loss, actor)
-    metrics = {
+    metrics = limiter_metrics | {
         "actor/loss": loss.item(),
         "actor/pg_loss": pg_loss.item(),
         "actor/entropy_loss": entropy_loss.item(),
@@ -245,6 +276,27 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
         "actor/grad_norm": norm,
     }
     return Outcome(metrics, weights)
+
+
+def limiters_by_hand(raw: list[Tensor], terms: dict[str, Tensor]) -> dict[str, float]:
+    """Pushes by autograd: the norm of each term's gradient at the raw logits, before temperature."""
+
+    def gradient(term: Tensor) -> Tensor:
+        parts = torch.autograd.grad(term, raw, retain_graph=True, allow_unused=True, materialize_grads=True)
+        return torch.cat([part.flatten() for part in parts]).double()
+
+    gradients = {name: gradient(term) for name, term in terms.items()}
+    gradients["clip"] = gradients["pg_unclipped"] - gradients["pg"]
+    pushes = {name: float(values.norm()) for name, values in gradients.items()}
+    metrics = {f"limiter/push/{name}": value for name, value in pushes.items()}
+    loss_terms = ("pg", "entropy", "kl")
+    metrics |= {f"limiter/loss/{name}": terms[name].item() for name in loss_terms}
+    whole = sum(pushes[name] for name in loss_terms)
+    metrics |= {f"limiter/push_share/{name}": pushes[name] / whole for name in loss_terms}
+    metrics["limiter/push_cosine"] = float(
+        torch.nn.functional.cosine_similarity(gradients["pg"], gradients["kl"], dim=0)
+    )
+    return metrics
 
 
 def critic_by_hand(
@@ -447,7 +499,7 @@ def test_a_mini_batch_without_a_token_gives_loss_0_gradient_0_and_leaves_the_wei
     """DESIGN 5.3, on the whole mini-batch; single empty pieces occur in the tests above."""
     empty = batch.clone()
     empty.loss_mask = torch.zeros_like(batch.loss_mask)
-    for name in ("advantages", "old_log_probs", "ref_log_prob"):
+    for name in ("advantages", "kl_advantages", "old_log_probs", "ref_log_prob"):
         setattr(empty, name, torch.full_like(getattr(batch, name), math.nan))
     roles, critic = configs("AdamW")
     still = replace(roles, actor=replace(roles.actor, optim=replace(roles.actor.optim, weight_decay=0.0)))

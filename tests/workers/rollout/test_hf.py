@@ -110,8 +110,11 @@ def test_log_probs_equal_a_later_full_forward_of_the_policy(
     responses = decode(rollout(kind), batch, SamplingParams(temperature=temperature))
     piece = make_piece(as_batch(batch, responses), np.arange(len(batch)), CPU)
     with torch.no_grad():
-        log_prob, _ = PolicyModel.load(write_model(kind), **LOAD)(
-            piece.input_ids, piece.positions, piece.labels, temperature, False
+        log_prob, *_ = PolicyModel.load(write_model(kind), **LOAD)(
+            piece.input_ids,
+            piece.positions,
+            piece.labels,
+            temperature,
         )
     mask = responses.mask
     assert int(mask.sum()) > len(batch)
@@ -126,8 +129,11 @@ def test_greedy_log_probs_are_those_at_temperature_1(
     responses = decode(rollout(), batch, GREEDY)
     piece = make_piece(as_batch(batch, responses), np.arange(len(batch)), CPU)
     with torch.no_grad():
-        log_prob, _ = PolicyModel.load(write_model("qwen3"), **LOAD)(
-            piece.input_ids, piece.positions, piece.labels, 1.0, False
+        log_prob, *_ = PolicyModel.load(write_model("qwen3"), **LOAD)(
+            piece.input_ids,
+            piece.positions,
+            piece.labels,
+            1.0,
         )
     assert torch.allclose(responses.log_probs[responses.mask], piece.widen(log_prob)[responses.mask], rtol=0, atol=1e-5)
 
