@@ -378,6 +378,29 @@ def to_yaml(config: GovernorConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
+def overrides_of(values: dict[str, Any]) -> list[str]:
+    """Overrides that compose to these values. A key that follows another one and has its value is left to follow it."""
+    with initialize_config_module("config", version_base="1.3"):
+        raw = OmegaConf.to_container(compose("ppo_trainer", overrides=["~experiment", "~ablation"]), resolve=False)
+    assert isinstance(raw, dict)
+    following = {key for key, value in flatten(raw).items() if isinstance(value, str) and "${" in value}  # pyright: ignore
+    wanted = flatten(values)
+
+    def differing(overrides: Sequence[str]) -> list[str]:
+        now = flatten(compose_values(overrides))
+        return [key for key, value in wanted.items() if now.get(key) != value and value != {}]
+
+    bare = ["experiment=null"]
+    overrides = bare + [_override(key, wanted[key]) for key in differing(bare) if key not in following]
+    return overrides + [_override(key, wanted[key]) for key in differing(overrides)]
+
+
+def _override(key: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{key}={_quoted(value)}"
+    return f"{key}={json.dumps(value)}" if not isinstance(value, float) or math.isfinite(value) else f"{key}={value}"
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A configuration that a run wrote, as plain Python; nothing in it is interpolated."""
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)

@@ -269,6 +269,7 @@ class TrainerConfig:
     save_freq: Frequency
     sample_freq: Frequency
     limiter_probe_freq: Frequency
+    rollout_data_dir: bool | str | None
     max_ckpt_to_keep: PositiveInt | None
     resume_mode: Literal["auto", "disable"]
     resume_allow_changes: list[str]

@@ -103,6 +103,22 @@ def quoted_override(key: str, text: str) -> str:
     return f"{key}='" + re.sub(r"(\\*)('|$)", lambda part: part[1] * 2 + ("\\'" if part[2] else ""), text) + "'"
 
 
+def grid_of(overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """All combinations of the overrides' values, each a tuple of plain overrides.
+
+    Raises:
+        ConfigFaults: an override that cannot be read.
+    """
+    faults = [*_range_faults(given := _parsed(overrides))]
+    if faults:
+        raise ConfigFaults(faults)
+    choices = [
+        [f"{o.get_key_element()}={value}" for value in _values(o)] if o.is_sweep_override() else [str(o.input_line)]
+        for o in given.values()
+    ]
+    return list(itertools.product(*choices))
+
+
 # --- members ---------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ governor config [key=value …]    print the whole configuration, checked and re
 governor report RUN_DIR          write RUN_DIR/report.html anew
 governor train --multirun ablation=NAME     a sweep of config/ablation/, or key=1,2,3
 governor compare DIR…            compare runs, or the members of a sweep
+governor replay BATCH_DIR --checkpoint DIR key=a,b   one kept batch, many settings
 """
 
 
@@ -86,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "folders", metavar="DIR", nargs="+", type=Path, help="run directories, or folders that hold some"
     )
     compare.add_argument("--out", type=Path, help="where compare.html and compare.md go; default: the first DIR")
+    replay = commands.add_parser("replay", help="run a kept batch's update again under other settings")
+    replay.set_defaults(run=_replay)
+    replay.add_argument("batch_dir", metavar="BATCH_DIR", type=Path, help="rollouts/step_N of a run")
+    replay.add_argument("overrides", nargs="*", metavar="key=a,b", help="settings; several values make a grid")
+    replay.add_argument("--checkpoint", type=Path, help="the checkpoint of the step before; not for step 1")
     return parser
 
 
@@ -123,6 +129,13 @@ def _report(arguments: argparse.Namespace) -> int:
     from trainer.report.page import write_report
 
     print(write_report(arguments.run_dir))
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from trainer.replay import replay
+
+    print(replay(arguments.batch_dir, arguments.checkpoint, arguments.overrides), end="")
     return 0
 
 

@@ -1,15 +1,18 @@
 """What a person sees while a run goes: a progress display on a terminal, one plain line a step elsewhere."""
 
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from trainer.plan import PlanLine
+from trainer.ppo.verdicts import WINDOW, limiter_verdicts
 
 # Metric and short name, in the order of a step's line; those that a run does not have are left out.
 STEP_LINE = (
@@ -26,6 +29,12 @@ STEP_LINE = (
     ("timing_s/step", "s"),
 )
 
+LIMITER_NAMES = {"reward_kl": "KL in the reward", "clip": "PPO clip", "entropy": "entropy", "kl_loss": "KL in the loss"}
+VERDICT_STYLES = {
+    "off": "dim", "idle": "dim", "working": "green", "governing": "bold magenta", "saturated": "bold yellow",
+    "cannot act": "yellow",
+}  # fmt: skip
+
 
 class Display:
     """All output of a run. Progress and notices go to stderr, results to stdout."""
@@ -34,8 +43,11 @@ class Display:
         self.out = Console(highlight=False, soft_wrap=True)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
         self.num_steps = num_steps
+        self.config: Mapping[str, Any] = {}  # full keys; the limiters' verdicts read it
         self.lines = console
         self.progress: Progress | None = None
+        self.live: Live | None = None
+        self.recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
 
     def plan(self, lines: Sequence[PlanLine]) -> None:
         """The batch plan."""
@@ -49,7 +61,7 @@ class Display:
         self.out.print(table)
 
     def start(self, step: int) -> None:
-        """Begin to show progress, on a terminal."""
+        """Begin to show progress and the limiter panel, on a terminal."""
         if self.out.is_terminal and self.lines:
             self.progress = Progress(
                 TextColumn("step"),
@@ -57,18 +69,20 @@ class Display:
                 BarColumn(bar_width=20),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[line]}"),
-                console=self.out,
-                transient=True,
             )
             self.progress.add_task("train", total=self.num_steps, completed=step, line="")
-            self.progress.start()
+            self.live = Live(self.progress, console=self.out, transient=True)
+            self.live.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done."""
         figures = [f"{short} {_figure(metrics[name])}" for name, short in STEP_LINE if name in metrics]
-        if self.progress is not None:
+        if "critic/score/mean" in metrics:
+            self.recent.append({"step": step, **metrics})
+        if self.progress is not None and self.live is not None:
             room = max((self.out.width - 50) // 14, 1)  # figures that fit beside the bar
             self.progress.update(self.progress.task_ids[0], completed=step, line="  ".join(figures[:room]))
+            self.live.update(Group(self.limiter_panel(), self.progress))
         elif self.lines and "critic/score/mean" in metrics:
             self.out.print(f"step {step}/{self.num_steps}  {'  '.join(figures)}", markup=False)
         core = {
@@ -77,6 +91,16 @@ class Display:
         validation = [f"{name} {_figure(value)}" for name, value in core.items()]
         if validation:
             self.say(f"validation after step {step}: {', '.join(validation)}")
+
+    def limiter_panel(self) -> Table:
+        """The four limiters over the last steps: verdict and evidence."""
+        table = Table("limiter", "verdict", "evidence", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for verdict in limiter_verdicts(list(self.recent), self.config):
+            style = VERDICT_STYLES[verdict.state]
+            table.add_row(
+                LIMITER_NAMES[verdict.limiter], f"[{style}]{verdict.state}[/{style}]", escape(verdict.evidence)
+            )
+        return table
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Some responses of a step."""
@@ -95,9 +119,9 @@ class Display:
 
     def stop(self) -> None:
         """End the progress display."""
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None
+        if self.live is not None:
+            self.live.stop()
+            self.live = self.progress = None
 
 
 def print_error(text: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from config.load import to_plain
+from config.load import flatten, to_plain
 from config.rules import notices
-from config.schema import ActorConfig, GovernorConfig
+from config.schema import GovernorConfig
 from trainer.batch import PPOBatch
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, load_dataset, steps_per_epoch
@@ -21,6 +21,7 @@ from trainer.errors import ConfigError, DataError, GovernorError
 from trainer.metrics import Metrics
 from trainer.plan import batch_plan
 from trainer.random_model import build_random_model
+from trainer.rollouts import AboutBatch, save_batch
 from trainer.run_dir import RunDir, last_step
 from trainer.samples import sample_rows
 from trainer.tracking import Trackers
@@ -32,10 +33,16 @@ class FileRecord:
     """A run's record: series in the run directory, trackers, the terminal."""
 
     def __init__(
-        self, run_dir: RunDir, trackers: Trackers, display: Display, tokenizer: Any, actor: ActorConfig
+        self,
+        run_dir: RunDir,
+        trackers: Trackers,
+        display: Display,
+        tokenizer: PolicyTokenizer,
+        config: GovernorConfig,
+        model_path: str,
     ) -> None:
         self.run_dir, self.trackers, self.display = run_dir, trackers, display
-        self.tokenizer, self.actor = tokenizer, actor
+        self.tokenizer, self.config, self.model_path = tokenizer, config, model_path
 
     def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
         """One line per update in `updates.jsonl`."""
@@ -44,9 +51,25 @@ class FileRecord:
 
     def samples(self, step: int, batch: PPOBatch, scored: list[Any], new_log_probs: Tensor) -> None:
         """Some responses in `samples.jsonl`, fewer on the terminal."""
-        rows = sample_rows(step, batch, scored, new_log_probs, self.tokenizer, self.actor)
+        rows = sample_rows(
+            step, batch, scored, new_log_probs, self.tokenizer.tokenizer, self.config.actor_rollout_ref.actor
+        )
         self.run_dir.append("samples.jsonl", rows)
         self.display.samples(step, rows[:SHOWN_SAMPLES])
+
+    def batch(self, step: int, batch: PPOBatch, kl_coef: float) -> None:
+        """The whole batch, in `trainer.rollout_data_dir`."""
+        choice = self.config.trainer.rollout_data_dir
+        root = self.run_dir.root / "rollouts" if choice is True else Path(str(choice))
+        about = AboutBatch(
+            step=step,
+            num_steps=self.display.num_steps,
+            kl_coef=kl_coef,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            pad_token_id=self.tokenizer.pad_token_id,
+            model_path=self.model_path,
+        )
+        save_batch(root, batch, about, self.config)
 
     def metrics(self, step: int, metrics: Metrics) -> None:
         """One line in `metrics.jsonl`, the trackers, the terminal."""
@@ -122,7 +145,7 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
         display.notice(notice)
     train_set, val_set = _load_data(config, tokenizer, display)
     num_steps = _num_steps(config, train_set)
-    display.num_steps = num_steps
+    display.num_steps, display.config = num_steps, flatten(to_plain(config))
     done = checkpoint.step if checkpoint else 0
     finished = done >= num_steps and last_step(run_dir.read("metrics.jsonl")) >= num_steps
     if finished and not config.trainer.val_only:
@@ -141,7 +164,7 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
 
     trackers = _make_trackers(config, run_dir, display)
     run_dir.write_state("running", tracker_ids=trackers.run_ids())
-    record = FileRecord(run_dir, trackers, display, tokenizer.tokenizer, config.actor_rollout_ref.actor)
+    record = FileRecord(run_dir, trackers, display, tokenizer, config, path)
     try:
         complete = _train(
             config,
@@ -194,29 +217,17 @@ def _train(
     from trainer.ray_session import start_ray
     from workers.actor import PolicySpec
     from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
-    from workers.pool import PoolSpec, ResourcePool
     from workers.reward.group import RewardGroup
 
     store = CheckpointStore(run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep)
     started_ray = start_ray(config)
     signals.install()
-    pool: ResourcePool | None = None
+    pool: Any = None
     try:
-        trainer_config = config.trainer
         reward = RewardGroup(
             config.reward, tokenizer.tokenizer, tokenizer.eos_token_ids, log_dir=str(run_dir.root / "logs")
         )
-        pool = ResourcePool(
-            PoolSpec(
-                nnodes=trainer_config.nnodes,
-                devices_per_node=trainer_config.n_gpus_per_node,
-                device=_device(config),
-                cpu_threads=trainer_config.cpu_threads,
-                timeout_s=config.actor_rollout_ref.nccl_timeout,
-                placement_timeout_s=trainer_config.placement_timeout_s,
-                log_dir=str(run_dir.root / "logs"),
-            )
-        )
+        pool = make_pool(config, run_dir.root / "logs")
         start = str(checkpoint.folder / "actor") if checkpoint else path
         tokens = {"eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
         roles = config.actor_rollout_ref
@@ -254,6 +265,23 @@ def _train(
             pool.shutdown()
         if started_ray:
             ray.shutdown()
+
+
+def make_pool(config: GovernorConfig, log_dir: Path) -> Any:
+    """The processes on devices that the configuration asks for; Ray must run."""
+    from workers.pool import PoolSpec, ResourcePool
+
+    trainer = config.trainer
+    spec = PoolSpec(
+        nnodes=trainer.nnodes,
+        devices_per_node=trainer.n_gpus_per_node,
+        device=_device(config),
+        cpu_threads=trainer.cpu_threads,
+        timeout_s=config.actor_rollout_ref.nccl_timeout,
+        placement_timeout_s=trainer.placement_timeout_s,
+        log_dir=str(log_dir),
+    )
+    return ResourcePool(spec)
 
 
 def _critic(config: GovernorConfig, pool: Any, checkpoint: Checkpoint | None, path: str, group: Any) -> Any:

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError, ResourceError
 
 # Keys that a resumed run may change: they move records, lengths and rates, and no number that is already there.
 SAFE_KEYS = (
-    "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "trainer.*_freq",
+    "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "trainer.*_freq", "trainer.rollout_data_dir",
     "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*", "trainer.max_ckpt_to_keep",
     "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", "*.optim.lr*", "*.optim.min_lr_ratio",
     "*.optim.num_cycles", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",

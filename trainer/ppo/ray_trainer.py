@@ -49,6 +49,9 @@ class RunRecord(Protocol):
     def metrics(self, step: int, metrics: Metrics) -> None:
         """A finished step's metrics."""
 
+    def batch(self, step: int, batch: PPOBatch, kl_coef: float) -> None:
+        """A step's whole batch before stage 7, and the KL controller's coefficient then."""
+
 
 class RayPPOTrainer:
     """Runs the steps of DESIGN section 3: rollout, reward, log-probabilities, KL, advantages, updates, records."""
@@ -131,6 +134,8 @@ class RayPPOTrainer:
                 with timer.part("values"):
                     batch = groups.critic.compute_values(batch)
                     self.require_finite(batch, "values")
+            if config.trainer.rollout_data_dir:
+                self.record.batch(self.step, batch, self.kl_ctrl.value)
             with timer.part("adv"):
                 # 7. KL in the reward.
                 metrics |= self.apply_kl(batch)
@@ -276,8 +281,10 @@ class RayPPOTrainer:
             shown, after = self.rescore(batch, rows)
             (new_log_probs,) = require(after, "old_log_probs")
             self.record.samples(self.step, shown, [scored[row] for row in rows], new_log_probs)
-        if not _due(self.step, trainer.limiter_probe_freq):
-            return {}
+        return self.probe(batch) if _due(self.step, trainer.limiter_probe_freq) else {}
+
+    def probe(self, batch: PPOBatch) -> Metrics:
+        """What the step's updates moved, on at most 64 of its responses."""
         count = min(MAX_PROBE_ROWS, len(batch))
         before, after = self.rescore(batch, [row * len(batch) // count for row in range(count)])
         old, old_entropy, mask = require(before, "old_log_probs", "entropys", "response_mask")

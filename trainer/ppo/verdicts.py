@@ -1,11 +1,13 @@
 """Verdicts on the limiters over a window of steps, and alarms for the known ways to fail: pure functions of a run's lines.
 
-One unit ranks the limiters: the norm at the logits. A limiter's force is its push over the unclipped surrogate's push
-(`limiter/push/X` / `limiter/push/pg_unclipped`), averaged over the window. All thresholds stand in `THRESHOLDS`.
+One unit ranks the limiters: the norm at the logits. A limiter's force is its mean push over the unclipped surrogate's mean
+push (`limiter/push/X` / `limiter/push/pg_unclipped`) in the window. All thresholds stand in `THRESHOLDS`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 State = Literal["off", "idle", "working", "governing", "saturated", "cannot act"]
@@ -24,13 +26,15 @@ class Thresholds:
     idle_force: float = 0.01  # below it a limiter that is on does next to nothing
     governing_force: float = 0.5  # from it on the strongest limiter decides about the update as much as the reward does
     saturated_clip_share: float = 0.5  # share of Σ|A·r| that the clip took out of the gradient
-    saturated_controller_share: float = 0.8  # share of the window's steps with the controller's error at its clamp
+    saturated_controller_share: float = 0.8  # share of the steps with the controller's error at its upper clamp
     collapsed_entropy: float = 0.1  # nats; with a fall to a tenth of where the run began
     runaway_kl: float = 10.0  # times the KL ten steps into the run, and above runaway_kl_floor
     runaway_kl_floor: float = 0.5  # nats per token
     exploded_ppo_kl: float = 0.5  # nats per token in the last update of a step
-    length_growth: float = 1.5  # times the length at the window's start while the score falls
-    dead_groups: float = 0.9  # share of loss tokens with advantage 0
+    length_growth: float = 1.5  # times the length at the window's start while the score does not rise
+    dead_groups: float = 0.9  # share of loss tokens with advantage 0, over dead_groups_steps: one step may be bad luck
+    dead_groups_steps: int = 5
+    quiet_steps: int = 5  # an alarm that has been quiet for no longer goes on, and does not begin anew
 
 
 THRESHOLDS = Thresholds()
@@ -63,7 +67,9 @@ def limiter_verdicts(
     """
     recent = [line for line in lines if line.get("step", 1) > 0][-window:]
     forces = {name: _force(recent, PUSH[name]) for name in LIMITERS}
-    strongest = max(forces, key=lambda name: forces[name] or 0.0)
+    without = cannot_act(config)  # k1 in the loss may push hard, but nowhere
+    acting = [name for name in LIMITERS if name not in without and not _is_off(name, config)]
+    strongest = max(acting, key=lambda name: forces[name] or 0.0, default=None)
     return [_verdict(name, recent, config, forces[name], name == strongest, thresholds) for name in LIMITERS]
 
 
@@ -96,6 +102,8 @@ def _verdict(
         return Verdict(name, "idle", "no figures yet")
     steps = f"{len(recent)} steps"
     evidence = f"force {force:.3g} of the unclipped push over {steps}"
+    if math.isinf(force):
+        evidence = f"the reward pushed nothing over {steps}"
     saturation = _saturation(name, recent, at)
     if saturation:
         return Verdict(name, "saturated", f"{saturation}; {evidence}")
@@ -124,18 +132,32 @@ def _saturation(name: str, recent: Sequence[Line], at: Thresholds) -> str | None
         if removed is not None and removed >= at.saturated_clip_share:
             return f"the clip took {removed:.0%} of Σ|A·r| out of the gradient"
     if name == "reward_kl":
-        saturated = _mean(recent, "limiter/reward_kl/saturated")
-        over = _mean(recent, "limiter/reward_kl/over_target")
-        if saturated is not None and over is not None and saturated >= at.saturated_controller_share and over > 1:
-            return f"the controller's error stood at its clamp in {saturated:.0%} of the steps, KL {over:.3g} times target_kl"
+        known = [line for line in recent if "limiter/reward_kl/saturated" in line]
+        above = [bool(line["limiter/reward_kl/saturated"]) and _over_target(line) > 1 for line in known]
+        saturated = sum(above) / len(above) if above else 0.0
+        if saturated >= at.saturated_controller_share:
+            over = sum(map(_over_target, known)) / len(known)
+            return f"KL {over:.3g} times target_kl, the controller's error at its clamp in {saturated:.0%} of the steps"
     return None
 
 
+def _over_target(line: Line) -> float:
+    return line.get("limiter/reward_kl/over_target", 0.0)
+
+
 def _force(lines: Sequence[Line], push: str) -> float | None:
-    """Mean of a push over the unclipped surrogate's; None where no line has both."""
-    pairs = [(line.get(f"limiter/push/{push}"), line.get("limiter/push/pg_unclipped")) for line in lines]
-    ratios = [one / base for one, base in pairs if one is not None and base]
-    return sum(ratios) / len(ratios) if ratios else None
+    """Mean push over the unclipped surrogate's; None where no line has both, infinite where only this one pushes.
+
+    Not the mean of the steps' ratios: a step of dead groups, whose surrogate pushes next to nothing, would decide.
+    """
+    names = (f"limiter/push/{push}", "limiter/push/pg_unclipped")
+    pairs = [(line[names[0]], line[names[1]]) for line in lines if all(name in line for name in names)]
+    if not pairs:
+        return None
+    one, base = (sum(column) for column in zip(*pairs, strict=True))
+    if base > 0:
+        return one / base
+    return math.inf if one > 0 else 0.0
 
 
 def _mean(lines: Sequence[Line], name: str) -> float | None:
@@ -149,21 +171,27 @@ def _mean(lines: Sequence[Line], name: str) -> float | None:
 def alarms(
     lines: Sequence[Line], config: Mapping[str, Any], *, window: int = WINDOW, thresholds: Thresholds = THRESHOLDS
 ) -> list[Alarm]:
-    """The known ways to fail, each where it begins: at the first step of a stretch in which its rule holds."""
+    """The known ways to fail, each where it begins: at the first step of a stretch in which its rule holds.
+
+    A gap of at most `quiet_steps` does not end a stretch, so that a figure about its threshold rings once.
+    """
     rows = [line for line in lines if line.get("step", 1) > 0]
     found = []
     for name, rule in RULES.items():
-        holding = False
+        held = None  # the last row in which the rule held
         for index, line in enumerate(rows):
             text = rule(rows[: index + 1], window, thresholds)
-            if text and not holding:
+            if text is None:
+                continue
+            if held is None or index - held > thresholds.quiet_steps + 1:
                 found.append(Alarm(int(line.get("step", index + 1)), name, text))
-            holding = text is not None
+            held = index
     return sorted(found, key=lambda alarm: alarm.step)
 
 
 def _entropy_collapse(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
-    first, now = rows[0].get("actor/entropy"), rows[-1].get("actor/entropy")
+    first = next((row["actor/entropy"] for row in rows if "actor/entropy" in row), None)
+    now = rows[-1].get("actor/entropy")
     if first is None or now is None or now > at.collapsed_entropy or now > first / 10:
         return None
     score = rows[-1].get("critic/score/mean")
@@ -173,11 +201,12 @@ def _entropy_collapse(rows: Sequence[Line], window: int, at: Thresholds) -> str 
 
 def _kl_runaway(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
     for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
-        values = [row[name] for row in rows if name in row]
-        if len(values) <= 10:
+        now = rows[-1].get(name)
+        if now is None or now <= at.runaway_kl_floor:
             continue
-        if values[-1] > at.runaway_kl_floor and values[-1] > at.runaway_kl * max(values[9], 1e-6):
-            return f"{name} is {values[-1]:.3g} nats per token, {values[-1] / max(values[9], 1e-6):.3g} times that of step 10"
+        early = next(islice((row[name] for row in rows[:-1] if name in row), 9, None), None)  # the tenth
+        if early is not None and now > at.runaway_kl * max(early, 1e-6):
+            return f"{name} is {now:.3g} nats per token, {now / max(early, 1e-6):.3g} times that of step 10"
     return None
 
 
@@ -189,12 +218,15 @@ def _ratio_explosion(rows: Sequence[Line], window: int, at: Thresholds) -> str |
 
 
 def _length_hacking(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
-    before = rows[-window] if len(rows) >= window else None
-    names = ("response_length/mean", "critic/score/mean")
-    if before is None or any(name not in row for name in names for row in (before, rows[-1])):
+    if len(rows) < window:
         return None
-    length, score = (rows[-1][name] for name in names)
-    old_length, old_score = (before[name] for name in names)
+    # Means over a quarter of the window at either end: a single step's score is mostly noise.
+    quarter = max(window // 4, 1)
+    before, now = rows[-window:][:quarter], rows[-quarter:]
+    old_length, length = (_mean(part, "response_length/mean") for part in (before, now))
+    old_score, score = (_mean(part, "critic/score/mean") for part in (before, now))
+    if old_length is None or length is None or old_score is None or score is None:
+        return None
     cut = rows[-1].get("response_length/clip_ratio", 0.0)
     if length < at.length_growth * old_length or score > old_score:
         return None
@@ -202,8 +234,9 @@ def _length_hacking(rows: Sequence[Line], window: int, at: Thresholds) -> str | 
 
 
 def _dead_groups(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
-    dead = rows[-1].get("limiter/tokens/zero_advantage")
-    if dead is None or dead < at.dead_groups:
+    recent = rows[-at.dead_groups_steps :]
+    dead = _mean(recent, "limiter/tokens/zero_advantage")
+    if len(recent) < at.dead_groups_steps or dead is None or dead < at.dead_groups:
         return None
     return f"{dead:.0%} of the loss tokens have advantage 0: their groups' rewards are equal and teach nothing"
 
