@@ -82,8 +82,12 @@ def extra_metrics(extras: Sequence[dict[str, Any]]) -> Metrics:
 
 
 def update_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """A step's figure of each metric of its updates: the mean over them; for some also the last update's."""
-    metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    """A step's figure of each metric of its updates: the mean over those that have it; for some also the last update's."""
+    columns: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            columns.setdefault(name, []).append(value)
+    metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     metrics |= {f"{name}_last": updates[-1][name] for name in LAST_OF_STEP if name in updates[-1]}
     return metrics
 

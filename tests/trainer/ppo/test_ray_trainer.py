@@ -11,6 +11,7 @@ from trainer.checkpoint import CheckpointStore
 from trainer.data.dataset import PromptDataset
 from trainer.data.rows import Row
 from trainer.errors import DivergedError
+from trainer.metrics import update_metrics
 from trainer.ppo.core_algos import place_scores
 from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
 from workers.reward.function import Reward
@@ -206,6 +207,12 @@ def test_a_steps_figure_is_the_mean_over_its_updates_with_the_last_beside_it(tmp
     assert metrics["actor/ppo_kl"] == 2.0
     assert metrics["actor/ppo_kl_last"] == 3.0
     assert metrics["critic/vf_loss"] == 2.0
+
+
+def test_a_metric_that_only_some_updates_have_is_averaged_over_those():
+    updates = [{"actor/loss": 1.0, "limiter/push_cosine": 0.5}, {"actor/loss": 3.0}, {"actor/loss": 2.0}]
+    for order in (updates, updates[::-1]):
+        assert update_metrics(order) == {"actor/loss": 2.0, "limiter/push_cosine": 0.5}
 
 
 def test_the_line_of_step_0_holds_validation_only(tmp_path):
