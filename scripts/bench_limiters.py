@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python scripts/bench_limiters.py --model outputs/models/smollm2
 
-Updates with and without the measuring alternate in one process, so that a busy machine slows both alike; a pair's ratio
-is of CPU seconds. The update is the actor's own: forward and backward in bfloat16, entropy and KL loss on, AdamW. Exit
+Updates with and without the measuring alternate in one process; a pair's ratio is of CPU seconds. On a busy machine an
+update's own time still varies by some percent, so the last line tells what the measuring takes on its own. The update is the actor's own: forward and backward in bfloat16, entropy and KL loss on, AdamW. Exit
 code 0 whatever comes out; 2 where the model's folder is missing.
 """
 
@@ -26,7 +26,7 @@ from config.load import load_config
 from config.schema import ActorConfig
 from trainer.batch import PPOBatch, per_row, require
 from trainer.ppo.core_algos import LossCounts
-from trainer.ppo.limiters import LimiterProbe
+from trainer.ppo.limiters import LimiterProbe, logit_geometry
 from workers.engine.fsdp import DeviceContext, FSDPEngine
 from workers.engine.models import PolicyModel
 from workers.engine.pieces import make_piece
@@ -132,16 +132,31 @@ def prepare(options: argparse.Namespace, context: DeviceContext) -> Update:
     )
 
 
-def measure_pairs(update: Update, pairs: int) -> list[float]:
-    """Ratio of CPU seconds, with over without measuring, per pair; which comes first changes from pair to pair."""
+def measure_pairs(update: Update, pairs: int) -> dict[bool, list[float]]:
+    """CPU seconds of the updates with (True) and without measuring, per pair; which comes first changes from pair to pair."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for measuring in (False, True):
         update.run(measuring=measuring)  # the first update allocates the optimizer's state
-    ratios = []
     for pair in range(pairs):
-        seconds = {measuring: update.run(measuring=measuring) for measuring in (pair % 2 == 0, pair % 2 == 1)}
-        ratios.append(seconds[True] / seconds[False])
-        print(f"pair {pair + 1}: {seconds[True]:.2f} s with, {seconds[False]:.2f} s without, {ratios[-1] - 1:+.2%}")
-    return ratios
+        for measuring in (pair % 2 == 0, pair % 2 == 1):
+            seconds[measuring].append(update.run(measuring=measuring))
+        over, under = seconds[True][-1], seconds[False][-1]
+        print(f"pair {pair + 1}: {over:.2f} s with, {under:.2f} s without, {over / under - 1:+.2%}", flush=True)
+    return seconds
+
+
+def geometry_seconds(update: Update) -> float:
+    """CPU seconds of `logit_geometry`, which is nearly all of the measuring, for one update's tokens; fastest of five."""
+    (responses,) = require(update.batch, "responses")
+    vocabulary = update.engine.hf_model.config.vocab_size
+    logits = torch.randn(*responses.shape, vocabulary, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        for rows in map(torch.from_numpy, update.micro_batches):
+            logit_geometry(logits[rows[0] : rows[-1] + 1], responses[rows], TEMPERATURE, with_entropy=True)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,9 +176,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         update = prepare(options, DeviceContext(0, 1, CPU, init_device_mesh("cpu", (1,))))
-        ratios = measure_pairs(update, options.pairs)
+        seconds = measure_pairs(update, options.pairs)
+        alone = geometry_seconds(update)
         torch.distributed.destroy_process_group()
-    print(f"measuring the limiters costs {statistics.median(ratios) - 1:+.2%} of an update (median of {len(ratios)})")
+    ratios = [over / under for over, under in zip(seconds[True], seconds[False], strict=True)]
+    print(
+        f"median of {len(ratios)} pairs: measuring the limiters costs {statistics.median(ratios) - 1:+.2%} of an update"
+    )
+    print(f"fastest with over fastest without: {min(seconds[True]) / min(seconds[False]) - 1:+.2%}")
+    print(f"logit_geometry on its own: {alone:.3f} s, {alone / min(seconds[False]):.2%} of the fastest update")
     return 0
 
 

@@ -136,17 +136,17 @@ def test_the_sums_of_a_token_do_not_depend_on_its_neighbours(shape: tuple[int, .
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_large_vocabulary_in_single_precision(dtype: torch.dtype) -> None:
+    # SmolLM2's vocabulary, in which a plain running sum in float32 is off by 1e-4.
     random = torch.Generator().manual_seed(5)
-    logits = (3 * torch.randn(40, 5000, generator=random)).to(dtype)
-    before, labels = logits.clone(), torch.randint(5000, (40,), generator=random)
+    logits = (3 * torch.randn(40, 49152, generator=random)).to(dtype)
+    before, labels = logits.clone(), torch.randint(49152, (40,), generator=random)
     geometry = logit_geometry(logits, labels, 0.9, with_entropy=True)
     exact = logit_geometry(logits.double(), labels, 0.9, with_entropy=True)
     assert geometry.entropy is not None
     assert exact.entropy is not None
     assert geometry.others.dtype == torch.float32
-    # The norm over the tokens, not each token: where log p is near -H, log p + H has fewer digits.
-    for one, other in ((geometry.others, exact.others), (geometry.entropy, exact.entropy)):
-        assert float(one.double().sum().sqrt()) == pytest.approx(float(other.sum().sqrt()), rel=SINGLE)
+    torch.testing.assert_close(geometry.others.double(), exact.others, rtol=SINGLE, atol=0)
+    torch.testing.assert_close(geometry.entropy.double(), exact.entropy, rtol=SINGLE, atol=0)
     assert torch.equal(logits, before), "the model's own logits are only read"
 
 
