@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ class FileRecord:
         )
         save_batch(root, batch, about, self.config)
 
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """A validation by itself: shown, and kept nowhere."""
+        self.display.step(step, metrics)
+
     def metrics(self, step: int, metrics: Metrics) -> None:
         """One line in `metrics.jsonl`, the trackers, the terminal."""
         self.run_dir.append("metrics.jsonl", [{"step": step, **metrics}])
@@ -126,6 +131,8 @@ def run(config: GovernorConfig) -> int:
     except BaseException as error:
         display.stop()
         code = error.exit_code if isinstance(error, GovernorError) else 1
+        if isinstance(error, SystemExit) and isinstance(error.code, int):  # a second signal
+            code = error.code
         if run_dir.has_run():
             run_dir.write_state("failed", exit_code=code, reason=f"{type(error).__name__}: {error}")
         raise
@@ -134,8 +141,25 @@ def run(config: GovernorConfig) -> int:
     return code
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """What a run consists of before Ray starts."""
+
+    config: GovernorConfig
+    run_dir: RunDir
+    display: Display
+    signals: StopSignals
+    checkpoint: Checkpoint | None  # where it goes on from
+    last_recorded_step: int  # in metrics.jsonl, after what lies behind the checkpoint was cut off
+    model_path: str  # of the run's first weights
+    tokenizer: PolicyTokenizer
+    train_set: PromptDataset
+    val_set: PromptDataset | None
+    num_steps: int
+
+
 def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: StopSignals) -> int:
-    """The parts of a run in order: old run, model, data, workers, steps."""
+    """The parts of a run in order: old run, model, data, then the steps."""
     checkpoint = _prepare_folder(config, run_dir, display)
     for notice in notices(config):
         display.notice(notice)
@@ -150,36 +174,44 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
     finished = done >= num_steps and last_step(run_dir.read("metrics.jsonl")) >= num_steps
     if finished and not config.trainer.val_only:
         display.say(
-            f"{run_dir.root} has its {num_steps} steps already. For more, raise trainer.total_training_steps or trainer.total_epochs; "
-            "for a new run, give it another trainer.experiment_name."
+            f"{run_dir.root} has its {num_steps} steps already. For more, raise trainer.total_training_steps or "
+            "trainer.total_epochs; for a new run, give it another trainer.experiment_name."
         )
         return 0
     if checkpoint is not None:
         _check_data(checkpoint, train_set)
-    run_dir.cut_back(done)
-    recorded = last_step(run_dir.read("metrics.jsonl"))
+    only_looks = config.trainer.val_only and checkpoint is not None  # the run stays as it is
+    if not only_looks:
+        run_dir.cut_back(done)
+    parts = RunParts(
+        config=config,
+        run_dir=run_dir,
+        display=display,
+        signals=signals,
+        checkpoint=checkpoint,
+        last_recorded_step=done if only_looks else last_step(run_dir.read("metrics.jsonl")),
+        model_path=path,
+        tokenizer=tokenizer,
+        train_set=train_set,
+        val_set=val_set,
+        num_steps=num_steps,
+    )
+    if only_looks:
+        _train(parts, Trackers.none(display.notice))
+        return 0
+    return _run_recorded(parts)
+
+
+def _run_recorded(parts: RunParts) -> int:
+    """The steps, with the run's state, trackers and report around them."""
+    config, run_dir, display = parts.config, parts.run_dir, parts.display
     run_dir.write_config(config)
     run_dir.write_state("running", exit_code=None, reason=None, seed=config.data.seed)
-    display.plan(batch_plan(config, num_train_rows=len(train_set), num_steps=num_steps))
-
+    display.plan(batch_plan(config, num_train_rows=len(parts.train_set), num_steps=parts.num_steps))
     trackers = _make_trackers(config, run_dir, display)
     run_dir.write_state("running", tracker_ids=trackers.run_ids())
-    record = FileRecord(run_dir, trackers, display, tokenizer, config, path)
     try:
-        complete = _train(
-            config,
-            run_dir,
-            display,
-            signals,
-            record,
-            checkpoint,
-            recorded,
-            path,
-            tokenizer,
-            train_set,
-            val_set,
-            num_steps,
-        )
+        complete = _train(parts, trackers)
     finally:
         display.stop()
         trackers.close()
@@ -188,28 +220,15 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
         _write_report(run_dir, display)
         display.say(f"Done: {run_dir.root}")
         return 0
-    assert signals.received is not None
-    code = 128 + signals.received
-    run_dir.write_state("stopped", exit_code=code, reason=signal.Signals(signals.received).name)
+    number = parts.signals.received
+    assert number is not None, "only a signal stops a run before its end"
+    run_dir.write_state("stopped", exit_code=128 + number, reason=signal.Signals(number).name)
     _write_report(run_dir, display)
     display.say(f"Stopped and saved: {run_dir.root}. The same command goes on from here.")
-    return code
+    return 128 + number
 
 
-def _train(
-    config: GovernorConfig,
-    run_dir: RunDir,
-    display: Display,
-    signals: StopSignals,
-    record: FileRecord,
-    checkpoint: Checkpoint | None,
-    last_recorded_step: int,
-    path: str,
-    tokenizer: PolicyTokenizer,
-    train_set: PromptDataset,
-    val_set: PromptDataset | None,
-    num_steps: int,
-) -> bool:
+def _train(parts: RunParts, trackers: Trackers) -> bool:
     """Start Ray and the workers, and run the steps that are left; False if a signal stopped them."""
     import ray
 
@@ -219,50 +238,59 @@ def _train(
     from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
     from workers.reward.group import RewardGroup
 
-    store = CheckpointStore(run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep)
+    config, checkpoint, tokenizer = parts.config, parts.checkpoint, parts.tokenizer
+    logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
-    signals.install()
-    pool: Any = None
+    parts.signals.install()
+    reward, pool = None, None
     try:
-        reward = RewardGroup(
-            config.reward, tokenizer.tokenizer, tokenizer.eos_token_ids, log_dir=str(run_dir.root / "logs")
-        )
-        pool = make_pool(config, run_dir.root / "logs")
-        start = str(checkpoint.folder / "actor") if checkpoint else path
+        reward = RewardGroup(config.reward, tokenizer.tokenizer, tokenizer.eos_token_ids, log_dir=str(logs))
+        pool = make_pool(config, logs)
+        folder = None if checkpoint is None else checkpoint.folder
+        first = parts.model_path
         tokens = {"eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
-        roles = config.actor_rollout_ref
-        groups = WorkerGroups(
-            actor_rollout=ActorRolloutGroup(pool, roles, PolicySpec(path=start, **tokens)),
-            reward=reward,
-            reference=ReferenceGroup(pool, roles, PolicySpec(path=path, **tokens)) if config.uses_reference else None,
-            critic=_critic(config, pool, checkpoint, path, CriticGroup) if config.uses_critic else None,
-        )
+        roles, reference, critic = config.actor_rollout_ref, None, None
+        actor = ActorRolloutGroup(pool, roles, PolicySpec(path=str(folder / "actor") if folder else first, **tokens))
+        if config.uses_reference:
+            reference = ReferenceGroup(pool, roles, PolicySpec(path=first, **tokens))
+        if config.uses_critic:
+            critic = CriticGroup(
+                pool,
+                config.critic,
+                str(folder / "critic") if folder else (config.critic.model.path or first),
+                seed=config.data.seed,
+                max_response_length=config.data.max_response_length,
+            )
 
-        def save_beside(folder: str) -> None:
-            pool.save_rng(folder)
-            tokenizer.tokenizer.save_pretrained(f"{folder}/actor")
+        def save_beside(aside: str) -> None:
+            pool.save_rng(aside)
+            tokenizer.tokenizer.save_pretrained(f"{aside}/actor")
 
         trainer = RayPPOTrainer(
             config,
-            groups=groups,
-            train_set=train_set,
-            val_set=val_set,
+            groups=WorkerGroups(actor_rollout=actor, reward=reward, reference=reference, critic=critic),
+            train_set=parts.train_set,
+            val_set=parts.val_set,
             pad_token_id=tokenizer.pad_token_id,
-            num_steps=num_steps,
-            record=record,
-            checkpoints=store,
+            num_steps=parts.num_steps,
+            record=FileRecord(parts.run_dir, trackers, parts.display, tokenizer, config, first),
+            checkpoints=CheckpointStore(
+                parts.run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep
+            ),
             save_beside=save_beside,
             memory=pool.memory,
-            should_stop=lambda: signals.received is not None,
+            should_stop=lambda: parts.signals.received is not None,
         )
         if checkpoint is not None:
             pool.load_rng(str(checkpoint.folder))
-            trainer.resume(checkpoint, last_recorded_step=last_recorded_step)
-        display.start(trainer.step)
+            trainer.resume(checkpoint, last_recorded_step=parts.last_recorded_step)
+        parts.display.start(trainer.step)
         return trainer.fit()
     finally:
         if pool is not None:
             pool.shutdown()
+        if reward is not None:
+            reward.shutdown()
         if started_ray:
             ray.shutdown()
 
@@ -282,11 +310,6 @@ def make_pool(config: GovernorConfig, log_dir: Path) -> Any:
         log_dir=str(log_dir),
     )
     return ResourcePool(spec)
-
-
-def _critic(config: GovernorConfig, pool: Any, checkpoint: Checkpoint | None, path: str, group: Any) -> Any:
-    start = str(checkpoint.folder / "critic") if checkpoint else (config.critic.model.path or path)
-    return group(pool, config.critic, start, seed=config.data.seed, max_response_length=config.data.max_response_length)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

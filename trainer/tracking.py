@@ -95,6 +95,11 @@ class Trackers:
             if tracker in makers:
                 self._guard(tracker, lambda tracker=tracker: self.active.update({tracker: makers[tracker]()}))
 
+    @staticmethod
+    def none(warn: Callable[[str], None]) -> "Trackers":
+        """No tracker."""
+        return Trackers((), project="", name="", root=Path(), run_ids={}, config={}, warn=warn)
+
     def run_ids(self) -> dict[str, str]:
         """The ids under which trackers know the run, for resuming there."""
         return {name: tracker.run_id for name, tracker in self.active.items() if tracker.run_id}

@@ -150,6 +150,13 @@ def test_val_only_validates_once_and_trains_nothing(tmp_path):
     assert "val-core/copy/acc/mean@1" in metrics[0]
 
 
+def test_val_only_on_a_run_shows_its_newest_checkpoint_and_changes_nothing(full_run, capsys):
+    before = {name: (full_run / name).read_bytes() for name in ("metrics.jsonl", "run.json", "config.yaml")}
+    train(full_run, *ALL_LIMITERS, "trainer.val_only=true")
+    assert "validation after step 6: copy/acc/mean@1" in capsys.readouterr().out
+    assert {name: (full_run / name).read_bytes() for name in before} == before
+
+
 def test_validation_with_samples_gives_mean_pass_and_majority(tmp_path):
     sampled = ["n=4", "do_sample=true", "temperature=0.7", "top_k=5", "top_p=0.9", "min_p=0.01"]
     overrides = [f"actor_rollout_ref.rollout.val_kwargs.{setting}" for setting in sampled]

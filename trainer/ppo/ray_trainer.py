@@ -49,6 +49,9 @@ class RunRecord(Protocol):
     def metrics(self, step: int, metrics: Metrics) -> None:
         """A finished step's metrics."""
 
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """A validation by itself, of a run that has taken steps."""
+
     def batch(self, step: int, batch: PPOBatch, kl_coef: float) -> None:
         """A step's whole batch before stage 7, and the KL controller's coefficient then."""
 
@@ -90,7 +93,9 @@ class RayPPOTrainer:
     def fit(self) -> bool:
         """Run the steps that are left; False if a signal asked to stop before the last, True at the end."""
         trainer = self.config.trainer
-        if self.step == 0 and self.val_set is not None and (trainer.val_before_train or trainer.val_only):
+        if trainer.val_only and self.step > 0:
+            self.record.validation(self.step, self.validate())
+        elif self.step == 0 and self.val_set is not None and (trainer.val_before_train or trainer.val_only):
             self.record.metrics(0, self.validate())
         if trainer.val_only:
             return True
