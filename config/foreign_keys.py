@@ -169,7 +169,6 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
         "*.enable_gradient_checkpointing",
         "*.enable_activation_offload",
         "algorithm.rollout_correction",
-        "trainer.rollout_data_dir",
         "trainer.validation_data_dir",
     ),
     "not supported; drop it": (
