@@ -14,7 +14,7 @@ from trainer.ppo.core_algos import masked_mean
 Metrics = dict[str, float]
 LAST_OF_STEP = (
     "actor/ppo_kl", "actor/kl_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_pos_adv", "actor/pg_clipfrac_neg_adv",
-    "actor/pg_clipfrac_lower",
+    "actor/pg_clipfrac_lower", "limiter/ratio/mean", "limiter/ratio/deviation",
 )  # fmt: skip
 
 

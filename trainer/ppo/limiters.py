@@ -148,6 +148,8 @@ def measure(
     weight = (advantages * ratio_slope.ratio).abs()
     sums[f"{SUM_PREFIX}weight"] = masked_sum(weight, mask)
     sums[f"{SUM_PREFIX}weight_clipped"] = masked_sum(torch.where(clipped, weight, 0.0), mask)
+    sums["limiter/ratio/mean"] = share_of_tokens(ratio_slope.ratio)
+    sums["limiter/ratio/deviation"] = share_of_tokens((ratio_slope.ratio - 1).abs())
     named = {"pg": terms.pg, "entropy": terms.entropy, "kl": terms.kl}
     sums |= {f"limiter/loss/{name}": term for name, term in named.items() if term is not None}
     classes = token_classes(log_ratio=log_prob - old_log_probs, advantages=advantages, surrogate=surrogate)

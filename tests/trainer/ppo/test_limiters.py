@@ -327,6 +327,8 @@ def by_hand(tokens: Tokens, config: ActorConfig, temperature: float) -> dict[str
         "ratio_bound": bound & ~clipped & ~zero,
     }
     figures |= {f"limiter/tokens/{name}": float(members[mask].double().mean()) for name, members in classes.items()}
+    figures["limiter/ratio/mean"] = float(ratio[mask].detach().mean())
+    figures["limiter/ratio/deviation"] = float((ratio[mask].detach() - 1).abs().mean())
     figures["limiter/loss/pg"] = float((weight * pg).detach().sum())
     figures["limiter/loss/entropy"] = -config.entropy_coeff * float((weight * entropy).detach().sum())
     figures["limiter/loss/kl"] = config.kl_loss_coef * float((weight * k3).detach().sum())
@@ -449,7 +451,8 @@ def test_a_mini_batch_without_any_push_has_the_same_figures_all_zero() -> None:
     figures = of_limiters(measured(dead, config, 1.0, reward_kl=False))
     assert figures.keys() == of_limiters(measured(tokens, config, 1.0, reward_kl=False)).keys()
     nonzero = {name for name, value in figures.items() if value}
-    assert nonzero == {"limiter/tokens/zero_advantage", "limiter/kl/sampling_policy"}
+    ratios = {"limiter/ratio/mean", "limiter/ratio/deviation"}
+    assert nonzero == {"limiter/tokens/zero_advantage", "limiter/kl/sampling_policy"} | ratios
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -251,7 +251,10 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
     )
     clipped_tokens = torch.cat(high) | torch.cat(low) | torch.cat(dual)
     all_weights = torch.cat(weights).detach().double()
+    ratios = (-torch.cat(log_ratio)).exp().detach().double()
     limiter_metrics |= {
+        "limiter/ratio/mean": float(ratios.mean()),
+        "limiter/ratio/deviation": float((ratios - 1).abs().mean()),
         "limiter/clip/removed": float(all_weights[clipped_tokens].sum() / all_weights.sum()),
         "limiter/kl/sampling_policy": float(aggregate(sampling_kl, mode)),
     }
