@@ -168,7 +168,6 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
         "*.offload_policy",
         "*.enable_gradient_checkpointing",
         "*.enable_activation_offload",
-        "algorithm.rollout_correction",
         "trainer.validation_data_dir",
     ),
     "not supported; drop it": (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.schema import GovernorConfig
+from config.schema import GovernorConfig, RolloutConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Arguments of apply_chat_template that decide what comes back, which is settled here.
@@ -55,6 +55,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_data_rules(config),
         *_model_rules(config),
         *_sampling_rules(config),
+        *_correction_rules(config),
         *_limiter_rules(config),
         *_run_rules(config),
     ]
@@ -160,6 +161,36 @@ def _sampling_rules(config: GovernorConfig) -> Iterator[Fault]:
         )
 
 
+def _correction_rules(config: GovernorConfig) -> Iterator[Fault]:
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    key = "algorithm.rollout_correction"
+    if correction.bypass_mode:
+        for name in ("rollout_is", "rollout_rs"):
+            if getattr(correction, name) is not None:
+                yield Fault(
+                    f"{key}.{name}",
+                    getattr(correction, name),
+                    f"compares the policy with the sampler, which {key}.bypass_mode=true takes for the policy: set one of them off",
+                )
+        cuts = _cuts(rollout)
+        if cuts:
+            yield Fault(
+                f"{key}.bypass_mode",
+                True,
+                f"takes the sampler's log-probabilities for the policy's, and they are not with {cuts}: set bypass_mode=false",
+            )
+    if correction.rollout_is is None and correction.rollout_is_batch_normalize:
+        yield Fault(f"{key}.rollout_is_batch_normalize", True, f"needs weights: set {key}.rollout_is=token or sequence")
+
+
+def _cuts(rollout: RolloutConfig) -> str:
+    """The settings that cut the distribution that is sampled from, as overrides; empty for none."""
+    cuts = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    return " ".join(
+        f"actor_rollout_ref.rollout.{name}={shown(getattr(rollout, name))}" for name, cut in cuts.items() if cut
+    )
+
+
 def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
     algorithm = config.algorithm
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
@@ -260,6 +291,12 @@ def notices(config: GovernorConfig) -> Iterator[str]:
         yield (
             "algorithm.kl_ctrl.kl_coef=0 pays for a reference policy and does nothing; it stays 0 with the adaptive "
             "controller too, which multiplies it."
+        )
+    correction, cuts = algorithm.rollout_correction, _cuts(config.actor_rollout_ref.rollout)
+    if cuts and (correction.rollout_is or correction.rollout_rs):
+        yield (
+            f"algorithm.rollout_correction compares whole distributions, and {cuts} samples from a cut one: every ratio "
+            "is smaller by the share of what was kept."
         )
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if updates == 1:

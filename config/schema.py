@@ -218,6 +218,19 @@ class KLCtrlConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RolloutCorrectionConfig:
+    """`algorithm.rollout_correction`: what is done about a sampler that is not quite the policy."""
+
+    rollout_is: Literal["token", "sequence"] | None
+    rollout_is_threshold: PositiveFloat
+    rollout_is_batch_normalize: bool
+    rollout_rs: Literal["token", "sequence", "geometric"] | None
+    rollout_rs_threshold: Annotated[float, Gt(1)]
+    rollout_rs_threshold_lower: Annotated[float, Ge(0), Lt(1)] | None
+    bypass_mode: bool
+
+
+@dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     """`algorithm`: advantages and the KL in the reward."""
 
@@ -228,6 +241,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool
     kl_penalty: KLPenalty
     kl_ctrl: KLCtrlConfig
+    rollout_correction: RolloutCorrectionConfig
 
 
 @dataclass(kw_only=True, slots=True)

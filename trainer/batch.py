@@ -17,6 +17,7 @@ PRODUCERS = {
     "loss_mask": "stage 2 (generate)",
     "rollout_log_probs": "stage 2 (generate)",
     "token_level_scores": "stage 3 (reward)",
+    "rollout_is_weights": "stage 8, only with algorithm.rollout_correction.rollout_is",
     "old_log_probs": "stage 4 (old log-probabilities)",
     "entropys": "stage 4 (old log-probabilities)",
     "ref_log_prob": "stage 5 (reference), which runs only if a KL is on",
@@ -52,6 +53,9 @@ class PPOBatch(TensorClass, shadow=True):
     token_level_rewards: Tensor | None = None  # [B, R] float32
     advantages: Tensor | None = None  # [B, R] float32
     returns: Tensor | None = None  # [B, R] float32
+    rollout_is_weights: Tensor | None = (
+        None  # [B, R] float32, of the policy's loss, for a sampler that is not the policy
+    )
     kl_advantages: Tensor | None = None  # [B, R] float32, the part of the advantages that the KL in the reward made
 
 

@@ -108,6 +108,10 @@ def _missing(saved: SavedBatch, config: GovernorConfig) -> list[str]:
         found.append("needs ref_log_prob, which the batch does not have: the run had no KL on")
     if config.uses_critic and saved.batch.values is None:
         found.append("needs values, which the batch does not have: the run had no critic")
+    key = "bypass_mode"
+    recorded = saved.config["algorithm"].get("rollout_correction", {}).get(key, False)
+    if getattr(config.algorithm.rollout_correction, key) != recorded:
+        found.append(f"algorithm.rollout_correction.{key} decides stage 4, which the kept batch has behind it")
     return found
 
 
@@ -188,8 +192,8 @@ def _one(saved: SavedBatch, start: Path | None, config: GovernorConfig, pool: An
     if config.algorithm.kl_ctrl.kl_coef == recorded_coefficient:
         trainer.kl_ctrl.load_state_dict({"value": about.kl_coef})  # where the run's controller had got to
     batch = saved.batch.clone()
-    metrics = trainer.apply_kl(batch) | trainer.compute_advantages(batch) | trainer.update_actor(batch)
-    metrics |= trainer.probe(batch)
+    metrics = trainer.apply_kl(batch) | trainer.correct_rollout(batch) | trainer.compute_advantages(batch)
+    metrics |= trainer.update_actor(batch) | trainer.probe(batch)
     actor.save(str(scratch))
     return metrics | {"replay/distance": _distance(Path(first), scratch / "actor")}
 

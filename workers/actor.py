@@ -124,6 +124,7 @@ class ActorRollout:
             loss_mask=loss_mask,
             counts=counts,
             config=actor,
+            rollout_is_weights=rows.rollout_is_weights,
             probe=LimiterProbe(output.geometry.map(piece.widen), temperature, rows.kl_advantages),
         )
 

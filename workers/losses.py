@@ -5,7 +5,7 @@ mini-batch, which are passed in, so that the shares of all pieces, on all ranks,
 on how the mini-batch was cut.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,18 +44,25 @@ def ppo_loss(
     loss_mask: Tensor,
     counts: LossCounts,
     config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
     probe: LimiterProbe | None = None,
 ) -> LossShare:
     """The actor's loss: clipped surrogate - entropy_coeff · entropy + kl_loss_coef · KL(policy, reference).
 
     Tensors are [B, R]; `log_prob` and `entropy` (nats) carry the gradient. The reference is read with `use_kl_loss`
-    only, the entropy whenever it is given. With a `probe` the metrics say what each limiter did.
+    only, the entropy whenever it is given. `rollout_is_weights` (at least 0) weight the surrogate, token by token. With a
+    `probe` the metrics say what each limiter did.
 
     Source: PPO (arXiv:1707.06347, eq. 9); the KL in the loss as in GRPO (arXiv:2402.03300, eq. 3).
     """
     mask = loss_mask.bool()
     # Selected before the formulas: a NaN in a masked place would come back through their gradients as 0 · NaN.
     log_prob, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_probs, advantages))
+    if rollout_is_weights is not None:
+        # The surrogate, clips included, is homogeneous in the advantage: its weight may stand there.
+        advantages = advantages * torch.where(mask, rollout_is_weights, 0.0)
+        if probe is not None and probe.kl_advantages is not None:
+            probe = replace(probe, kl_advantages=probe.kl_advantages * rollout_is_weights)
     tokens = max(counts.num_tokens, 1)
 
     def aggregate(matrix: Tensor) -> Tensor:

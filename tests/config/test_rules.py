@@ -52,7 +52,31 @@ def fault_of(changes: dict[str, Any]) -> str:
     return lines[0].strip()
 
 
+CORRECTION = "algorithm.rollout_correction"
 CASES = {
+    "weights compare with what bypass mode replaces": (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
+        f"{CORRECTION}.rollout_is=token: compares the policy with the sampler, which {CORRECTION}.bypass_mode=true takes "
+        "for the policy: set one of them off",
+        {f"{CORRECTION}.bypass_mode": True},
+    ),
+    "rejection compares with what bypass mode replaces": (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_rs": "sequence"},
+        f"{CORRECTION}.rollout_rs=sequence: compares the policy with the sampler, which {CORRECTION}.bypass_mode=true takes "
+        "for the policy: set one of them off",
+        {f"{CORRECTION}.rollout_rs": "sequence"},
+    ),
+    "bypass mode needs the whole distribution": (
+        {f"{CORRECTION}.bypass_mode": True, f"{ROLLOUT}.top_k": 5, f"{ROLLOUT}.top_p": 0.9},
+        f"{CORRECTION}.bypass_mode=true: takes the sampler's log-probabilities for the policy's, and they are not with "
+        f"{ROLLOUT}.top_k=5 {ROLLOUT}.top_p=0.9: set bypass_mode=false",
+        {f"{ROLLOUT}.top_k": 5},
+    ),
+    "normalizing needs weights": (
+        {f"{CORRECTION}.rollout_is_batch_normalize": True},
+        f"{CORRECTION}.rollout_is_batch_normalize=true: needs weights: set {CORRECTION}.rollout_is=token or sequence",
+        {f"{CORRECTION}.rollout_is_batch_normalize": True, f"{CORRECTION}.rollout_is": "token"},
+    ),
     "actor's mini-batch divides the step's prompts": (
         {f"{ACTOR}.ppo_mini_batch_size": 60},
         f"{ACTOR}.ppo_mini_batch_size=60: must divide data.train_batch_size=256, the prompts of a step",
@@ -342,6 +366,11 @@ def test_a_reward_file_that_is_missing_is_refused(tmp_path: Path) -> None:
 
 KL_LOSS, KL_REWARD = {f"{ACTOR}.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}
 NOTICES = {
+    "a correction of a cut distribution": (
+        {f"{CORRECTION}.rollout_rs": "token", f"{ROLLOUT}.top_p": 0.9},
+        f"algorithm.rollout_correction compares whole distributions, and {ROLLOUT}.top_p=0.9 samples from a cut one",
+        {f"{ROLLOUT}.top_p": 0.9},
+    ),
     "both KL penalties": (KL_LOSS | KL_REWARD, "Two KL penalties are on: algorithm.use_kl_in_reward=true and", KL_LOSS),
     "k1 as a loss": (
         {**KL_LOSS, f"{ACTOR}.kl_loss_type": "k1"},

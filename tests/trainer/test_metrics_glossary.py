@@ -35,6 +35,8 @@ def test_every_metric_that_a_run_logs_stands_in_the_glossary_and_the_other_way_r
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_rs=token",
         "trainer.limiter_probe_freq=1",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=1",

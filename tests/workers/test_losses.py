@@ -74,7 +74,9 @@ class Tokens:
         return Tokens(*(torch.where(self.mask, x, junk) for x in parts), self.mask)
 
 
-def run_actor(tokens: Tokens, config: ActorConfig, counts: LossCounts | None = None) -> LossShare:
+def run_actor(
+    tokens: Tokens, config: ActorConfig, counts: LossCounts | None = None, rollout_is_weights: Tensor | None = None
+) -> LossShare:
     return ppo_loss(
         log_prob=tokens.log_prob,
         entropy=tokens.entropy,
@@ -84,6 +86,7 @@ def run_actor(tokens: Tokens, config: ActorConfig, counts: LossCounts | None = N
         loss_mask=tokens.mask,
         counts=counts or LossCounts.of(tokens.mask),
         config=config,
+        rollout_is_weights=rollout_is_weights,
     )
 
 
@@ -117,6 +120,30 @@ def one_token(**changes: float) -> Tokens:
     return Tokens(
         **{k: torch.tensor([[v]]).double() for k, v in (values | changes).items()}, mask=torch.tensor([[True]])
     )
+
+
+def test_rollout_weights_weight_each_tokens_surrogate_and_nothing_else() -> None:
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    tokens, config = Tokens.random(mask), actor_config(entropy_coeff=0.0, use_kl_loss=False, loss_agg_mode="token-sum")
+    weights = torch.tensor([[0.5, 2.0, NAN], [1.0, 0.0, 1.5]]).double()
+    alone = torch.zeros(mask.shape).double()
+    for row, column in mask.nonzero().tolist():
+        one = torch.zeros_like(mask)
+        one[row, column] = True
+        alone[row, column] = run_actor(replace(tokens, mask=one), config).loss
+    weighted = run_actor(tokens, config, rollout_is_weights=weights)
+    assert_equal(weighted.loss, (alone * weights)[mask].sum())
+    plain = gradients(tokens, lambda x: run_actor(x, config).loss)[0]
+    assert_equal(
+        gradients(tokens, lambda x: run_actor(x, config, rollout_is_weights=weights).loss)[0],
+        torch.where(mask, plain * weights, 0.0),
+    )
+    with_limiters = actor_config()
+    unweighted = run_actor(tokens, with_limiters)
+    both = run_actor(tokens, with_limiters, rollout_is_weights=torch.ones_like(weights))
+    assert {name: value.item() for name, value in both.metrics.items()} == {
+        name: value.item() for name, value in unweighted.metrics.items()
+    }
 
 
 def test_entropy_is_subtracted_and_the_kl_is_added() -> None:

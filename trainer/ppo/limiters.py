@@ -260,16 +260,17 @@ def probe_metrics(
     old_log_probs: Tensor,
     new_log_probs: Tensor,
     ref_log_prob: Tensor | None,
-    entropy_before: Tensor,
+    entropy_before: Tensor | None,
     entropy_after: Tensor,
     mask: Tensor,
 ) -> Metrics:
     """The same tokens before and after the step's updates: KL moved (k3), entropy, and KL to the reference (k3)."""
     metrics = {
         "kl": kl_penalty(old_log_probs, new_log_probs, "k3"),
-        "entropy_before": entropy_before,
         "entropy_after": entropy_after,
     }
+    if entropy_before is not None:
+        metrics["entropy_before"] = entropy_before
     if ref_log_prob is not None:
         metrics["ref_kl_before"] = kl_penalty(old_log_probs, ref_log_prob, "k3")
         metrics["ref_kl_after"] = kl_penalty(new_log_probs, ref_log_prob, "k3")

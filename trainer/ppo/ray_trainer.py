@@ -17,6 +17,7 @@ from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, timing_
 from trainer.ppo.advantages import AdvantageResult, compute_advantages
 from trainer.ppo.core_algos import apply_kl_penalty, get_kl_controller
 from trainer.ppo.limiters import entropy_metrics, probe_metrics, reward_kl_metrics
+from trainer.ppo.rollout_correction import correct_rollout
 from trainer.ppo.validation import ValSample, validation_metrics
 from trainer.samples import choose_rows
 from workers.engine.schedule import lr_multiplier
@@ -124,8 +125,7 @@ class RayPPOTrainer:
                 scored = groups.reward.compute_scores(batch)
             # 4. Log-probabilities of the policy that is about to change.
             with timer.part("old_log_prob"):
-                batch = groups.actor_rollout.compute_log_prob(batch)
-                self.require_finite(batch, "old_log_probs")
+                batch = self.compute_old_log_prob(batch)
             # 5. The reference's.
             if groups.reference is not None:
                 with timer.part("ref"):
@@ -141,7 +141,8 @@ class RayPPOTrainer:
             with timer.part("adv"):
                 # 7. KL in the reward.
                 metrics |= self.apply_kl(batch)
-                # 8. Advantages and returns.
+                # 8. Rollout correction, advantages and returns.
+                metrics |= self.correct_rollout(batch)
                 metrics |= self.compute_advantages(batch)
             # 9. Updates.
             if groups.critic is not None:
@@ -157,8 +158,8 @@ class RayPPOTrainer:
             max_prompt_length=config.data.max_prompt_length,
             ended=[item.ended for item in scored],
         )
-        entropys, mask = require(batch, "entropys", "response_mask")
-        metrics |= entropy_metrics(entropys, mask)
+        if batch.entropys is not None:
+            metrics |= entropy_metrics(*require(batch, "entropys", "response_mask"))
         metrics |= extra_metrics([item.reward.extra for item in scored])
         metrics |= timing_metrics(timer, batch, num_devices=config.num_devices)
         metrics |= {"training/global_step": self.step, "training/epoch": self.epoch()}
@@ -229,6 +230,27 @@ class RayPPOTrainer:
         self.mean_kl = result.mean_kl
         return {"actor/reward_kl_penalty": result.mean_kl, "actor/reward_kl_penalty_coeff": beta}
 
+    def compute_old_log_prob(self, batch: PPOBatch) -> PPOBatch:
+        """Stage 4: `old_log_probs` and `entropys`; in bypass mode the sampler's log-probabilities, and no entropy."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            (rollout_log_probs,) = require(batch, "rollout_log_probs")
+            batch.old_log_probs = rollout_log_probs.clone()
+        else:
+            batch = self.groups.actor_rollout.compute_log_prob(batch)
+        self.require_finite(batch, "old_log_probs")
+        return batch
+
+    def correct_rollout(self, batch: PPOBatch) -> Metrics:
+        """Stage 8, before the advantages: `loss_mask` and `rollout_is_weights`, and how far the sampler is from the policy."""
+        config = self.config.algorithm.rollout_correction
+        if config.bypass_mode:  # the two are the same
+            return {}
+        old, sampler, mask = require(batch, "old_log_probs", "rollout_log_probs", "response_mask")
+        self.require_finite(batch, "rollout_log_probs")
+        correction = correct_rollout(old_log_probs=old, rollout_log_probs=sampler, response_mask=mask, config=config)
+        batch.loss_mask, batch.rollout_is_weights = correction.loss_mask, correction.weights
+        return correction.metrics
+
     def compute_advantages(self, batch: PPOBatch) -> Metrics:
         """Stage 8: `advantages` and `returns`; with the KL in the reward also what it made of the advantages."""
         scores, rewards, mask = require(batch, "token_level_scores", "token_level_rewards", "response_mask")
@@ -296,13 +318,13 @@ class RayPPOTrainer:
         """What the step's updates moved, on at most 64 of its responses."""
         count = min(MAX_PROBE_ROWS, len(batch))
         before, after = self.rescore(batch, [row * len(batch) // count for row in range(count)])
-        old, old_entropy, mask = require(before, "old_log_probs", "entropys", "response_mask")
+        old, mask = require(before, "old_log_probs", "response_mask")
         new, new_entropy = require(after, "old_log_probs", "entropys")
         return probe_metrics(
             old_log_probs=old,
             new_log_probs=new,
             ref_log_prob=before.ref_log_prob,
-            entropy_before=old_entropy,
+            entropy_before=before.entropys,
             entropy_after=new_entropy,
             mask=mask,
         )

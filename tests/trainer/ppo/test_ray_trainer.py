@@ -50,6 +50,7 @@ class FakeGroups:
         batch.responses = torch.ones(len(batch), RESPONSE_TOKENS, dtype=torch.long)
         batch.response_mask = torch.ones(len(batch), RESPONSE_TOKENS, dtype=torch.bool)
         batch.loss_mask = batch.response_mask.clone()
+        batch.rollout_log_probs = torch.full((len(batch), RESPONSE_TOKENS), -1.0)
         batch.attention_mask = torch.cat([batch.prompt_mask, batch.response_mask], dim=1)
         return batch
 
@@ -162,6 +163,37 @@ def test_the_reference_runs_only_with_a_kl_and_the_critic_only_with_gae(tmp_path
     trainer.step = 1
     trainer.train_step()
     assert groups.calls == ["generate", "reward", "old_log_prob", "ref", "update_actor"]
+
+
+def test_in_bypass_mode_the_samplers_log_probabilities_stand_for_the_policys(tmp_path):
+    bypass = ["algorithm.rollout_correction.bypass_mode=true", "trainer.limiter_probe_freq=1", "trainer.sample_freq=1"]
+    trainer, groups, record = make_trainer(tmp_path, bypass)
+    groups.fill["old_log_probs"] = -3.0  # of the policy after its updates, to which only samples and probe look
+    trainer.fit()
+    assert groups.calls.count("old_log_prob") == 2 * 4
+    batch = groups.batches["update_actor"]
+    assert torch.equal(batch.old_log_probs, batch.rollout_log_probs)
+    assert torch.equal(batch.loss_mask, batch.response_mask)
+    assert batch.rollout_is_weights is None
+    assert not [name for line in record.lines.values() for name in line if name.startswith("rollout_corr/")]
+    assert "limiter/probe/kl" in record.lines[1]
+    assert "limiter/entropy/mean" not in record.lines[1]
+
+
+def test_a_sampler_that_is_far_off_is_weighted_down_and_rejected(tmp_path):
+    key = "algorithm.rollout_correction"
+    trainer, groups, record = make_trainer(tmp_path, [f"{key}.rollout_is=sequence", f"{key}.rollout_rs=token"])
+    groups.fill["old_log_probs"] = -1.5
+    trainer.fit()
+    batch = groups.batches["update_actor"]
+    assert torch.allclose(batch.rollout_is_weights, torch.full((4, RESPONSE_TOKENS), float(torch.tensor(-1.5).exp())))
+    assert batch.loss_mask.all()
+    assert record.lines[1]["rollout_corr/kl"] == pytest.approx(0.5)
+    groups.fill["old_log_probs"] = -2.0  # exp(-1) is below the band
+    trainer.num_steps = 5
+    trainer.fit()
+    assert not groups.batches["update_actor"].loss_mask.any()
+    assert groups.batches["update_actor"].response_mask.all()
 
 
 def test_the_kl_is_taken_off_the_reward_and_the_coefficient_that_was_used_is_logged(tmp_path):
