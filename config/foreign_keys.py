@@ -51,14 +51,15 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
     "training always samples; for validation use actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "actor_rollout_ref.rollout.do_sample",
     ),
-    # Decided once and for all here.
-    "the critic follows algorithm.adv_estimator (gae has one); drop it": ("critic.enable",),
-    "all roles share the devices of trainer.nnodes and trainer.n_gpus_per_node; drop it": (
+    "the rollout shares the actor's devices unless it has a pool: use trainer.role_pools.rollout": (
         "actor_rollout_ref.hybrid_engine",
+    ),
+    "use trainer.resource_pools and trainer.role_pools.rollout": (
         "actor_rollout_ref.rollout.nnodes",
         "actor_rollout_ref.rollout.n_gpus_per_node",
-        "trainer.resource_pools",
     ),
+    # Decided once and for all here.
+    "the critic follows algorithm.adv_estimator (gae has one); drop it": ("critic.enable",),
     "FSDP2 is the one strategy; drop it": ("*.strategy", "*.megatron"),
     "all devices form one sharding group; drop it": ("*.fsdp_size",),
     "each decoder layer is sharded by itself; drop it": ("*.wrap_policy",),
@@ -120,7 +121,6 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
             "multi_stage_wake_up",
             "over_sample_rate",
             "skip_tokenizer_init",
-            "update_weights_bucket_megabytes",
             "engine_kwargs",
             "checkpoint_engine",
             "quantization",

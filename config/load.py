@@ -186,7 +186,7 @@ def _type_faults(error: pydantic.ValidationError) -> Iterator[Fault]:
         key = ""
         for part in item["loc"]:
             longer = f"{key}.{part}" if key else str(part)
-            if longer in known or isinstance(part, int):
+            if longer in known or isinstance(part, int) or _in_typed_mapping(longer):
                 key = longer
         if item["type"] == "missing":
             yield Fault(key, None, "has no value")
@@ -211,7 +211,7 @@ def _type_text(kind: str, message: str, key: str, value: Any) -> str:
         case "dict_type":
             return "must be a mapping, as in {name:value}"
         case "dataclass_type":
-            member = next(name for name in walk_keys() if name.startswith(f"{key}."))
+            member = next(_members(key))
             return f"is a group of keys; set them one by one, as in {member}=…"
         case _:
             return message.replace("Input should be", "must be")
@@ -266,6 +266,37 @@ def _leaf_keys() -> tuple[str, ...]:
 @cache
 def _open_keys() -> tuple[str, ...]:
     return tuple(open_mappings())
+
+
+@cache
+def _typed_mappings() -> dict[str, type]:
+    """Open mappings from names of the user's to a group of keys, and that group's type."""
+    groups = {name: typing.get_args(_type_of(name))[1] for name in _open_keys()}
+    return {name: group for name, group in groups.items() if _is_group(group)}
+
+
+def _type_of(key: str) -> Any:
+    cls: Any = GovernorConfig
+    for part in key.split("."):
+        cls = field_type(cls, part)
+    return cls
+
+
+def _in_typed_mapping(key: str) -> bool:
+    """Whether the key is an entry of such a mapping, or a key of its group."""
+    for name, group in _typed_mappings().items():
+        if key.startswith(f"{name}."):
+            entry = key.removeprefix(f"{name}.").split(".")
+            return len(entry) == 1 or (len(entry) == 2 and entry[1] in group.__dataclass_fields__)
+    return False
+
+
+def _members(key: str) -> Iterator[str]:
+    """Full keys of a group, or of an entry of a mapping of groups."""
+    yield from (name for name in walk_keys() if name.startswith(f"{key}."))
+    group = _typed_mappings().get(key.rpartition(".")[0])
+    if group is not None:
+        yield from (f"{key}.{field.name}" for field in dataclasses.fields(group))
 
 
 def _is_open(key: str) -> bool:
@@ -327,6 +358,9 @@ def unknown_key_text(key: str) -> str:
         return reason
     if key in CHOICE_GROUPS:
         return "its file does not begin with the line '# @package _global_', without which its keys are not the run's"
+    for name, group in _typed_mappings().items():
+        if key.startswith(f"{name}."):
+            return f"no such key; each of {name} has {' and '.join(group.__dataclass_fields__)}"
     near = _nearest_key(key)
     return f"no such key; did you mean {near}?" if near else "no such key; `governor config` prints all keys"
 
@@ -361,6 +395,9 @@ def _unknown_keys(values: Any, cls: type = GovernorConfig, prefix: str = "") -> 
         inner = field_type(cls, name)
         if _is_group(inner):
             yield from _unknown_keys(value, inner, f"{prefix}{name}.")
+        elif (group := _typed_mappings().get(f"{prefix}{name}")) and isinstance(value, dict):
+            for entry, keys in value.items():
+                yield from _unknown_keys(keys, group, f"{prefix}{name}.{entry}.")
 
 
 # --- plain forms -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.pools import GLOBAL_POOL, devices_of, pools_of, role_pools
 from config.schema import GovernorConfig, RolloutConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+POOL_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")  # it stands in keys and in names of files
 # Arguments of apply_chat_template that decide what comes back, which is settled here.
 RESERVED_TEMPLATE_KWARGS = {
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
@@ -50,7 +52,10 @@ def shown(value: Any) -> str:
 
 def check_rules(config: GovernorConfig) -> list[Fault]:
     """All faults of a configuration whose values have the right types."""
+    pool_faults = list(_pool_rules(config))
     return [
+        *pool_faults,
+        *([] if pool_faults else _share_rules(config)),
         *_batch_rules(config),
         *_data_rules(config),
         *_model_rules(config),
@@ -61,20 +66,61 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
     ]
 
 
+def _pool_rules(config: GovernorConfig) -> Iterator[Fault]:
+    pools, placed = config.trainer.resource_pools, config.trainer.role_pools
+    roles = {role: getattr(placed, role) for role in placed.__slots__}
+    for name in pools:
+        key = f"trainer.resource_pools.{name}"
+        if name == GLOBAL_POOL:
+            yield Fault(
+                key, None, "is the pool of trainer.nnodes and trainer.n_gpus_per_node, where the actor lives: set those"
+            )
+        elif not POOL_PATTERN.fullmatch(name):
+            yield Fault(
+                key, None, "a pool's name is at most 32 letters, digits, '_' and '-', the first a letter or digit"
+            )
+        elif name not in roles.values():
+            yield Fault(
+                key,
+                None,
+                f"no role lives in it: drop it, or send a role there, as in trainer.role_pools.rollout={name}",
+            )
+    for role, name in roles.items():
+        if name != GLOBAL_POOL and name not in pools:
+            known = ", ".join([GLOBAL_POOL, *pools])
+            yield Fault(
+                f"trainer.role_pools.{role}",
+                name,
+                f"no such pool (there are: {known}); a new one needs trainer.resource_pools.{name or 'NAME'}.nnodes=… and "
+                f"trainer.resource_pools.{name or 'NAME'}.n_gpus_per_node=…",
+            )
+
+
+def _share_rules(config: GovernorConfig) -> Iterator[Fault]:
+    """What is trained is shared equally by the devices of its role's pool."""
+    n = config.actor_rollout_ref.rollout.n
+    roles = [("actor", "actor_rollout_ref.actor", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    if config.uses_critic:
+        roles.append(("critic", "critic", config.critic.ppo_mini_batch_size))
+    for role, group, size in roles:
+        devices = devices_of(config, role)
+        if size * n % devices:
+            pool = role_pools(config)[role]
+            where = "" if pool == GLOBAL_POOL else f" of trainer.resource_pools.{pool}"
+            yield Fault(
+                f"{group}.ppo_mini_batch_size",
+                size,
+                f"{size} prompts x rollout.n={n} are {size * n} rows, which {devices} devices{where} cannot share equally",
+            )
+
+
 def _batch_rules(config: GovernorConfig) -> Iterator[Fault]:
-    data, n, devices = config.data, config.actor_rollout_ref.rollout.n, config.num_devices
-    actor = config.actor_rollout_ref.actor
+    data, actor = config.data, config.actor_rollout_ref.actor
     roles = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if config.uses_critic else [])
     for name, role in roles:
         key, size = f"{name}.ppo_mini_batch_size", role.ppo_mini_batch_size
         if data.train_batch_size % size:
             yield Fault(key, size, f"must divide data.train_batch_size={data.train_batch_size}, the prompts of a step")
-        if size * n % devices:
-            yield Fault(
-                key,
-                size,
-                f"{size} prompts x rollout.n={n} are {size * n} rows, which {devices} devices cannot share equally",
-            )
     longest = data.max_prompt_length + data.max_response_length
     rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
     budgets = [(f"{name}.", role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu, "ppo") for name, role in roles]
@@ -298,6 +344,9 @@ def notices(config: GovernorConfig) -> Iterator[str]:
             f"algorithm.rollout_correction compares whole distributions, and {cuts} samples from a cut one: every ratio "
             "is smaller by the share of what was kept."
         )
+    for name in config.trainer.resource_pools:
+        if name not in pools_of(config):
+            yield f"trainer.resource_pools.{name} is not opened: none of the roles that it is for is in this run."
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if updates == 1:
         yield (

@@ -176,6 +176,7 @@ class RolloutConfig:
     log_prob_micro_batch_size_per_gpu: PositiveInt | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: PositiveInt
+    update_weights_bucket_megabytes: PositiveFloat
     val_kwargs: ValKwargsConfig
 
 
@@ -263,6 +264,24 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class PoolConfig:
+    """`trainer.resource_pools.NAME`: a group of devices, one process on each."""
+
+    nnodes: PositiveInt
+    n_gpus_per_node: PositiveInt
+
+
+@dataclass(kw_only=True, slots=True)
+class RolePoolsConfig:
+    """`trainer.role_pools`: the name of the pool that each role lives in."""
+
+    actor: Literal["global"]
+    rollout: str
+    ref: str
+    critic: str
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """`trainer`: the run, its devices and its records."""
 
@@ -272,6 +291,8 @@ class TrainerConfig:
     device: Literal["auto", "cpu", "cuda"]
     nnodes: PositiveInt
     n_gpus_per_node: PositiveInt
+    resource_pools: dict[str, PoolConfig]
+    role_pools: RolePoolsConfig
     cpu_threads: PositiveInt
     placement_timeout_s: PositiveFloat
     total_epochs: PositiveInt
@@ -318,8 +339,3 @@ class GovernorConfig:
     def uses_reference(self) -> bool:
         """Whether a KL is on, in the reward or in the loss."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the run, which are also the ranks of its process group."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node

@@ -3,14 +3,15 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from config.load import flatten, to_plain
+from config.pools import pools_of, role_pools
 from config.rules import notices
 from config.schema import GovernorConfig
 from trainer.batch import PPOBatch
@@ -26,6 +27,9 @@ from trainer.rollouts import AboutBatch, save_batch
 from trainer.run_dir import RunDir, last_step
 from trainer.samples import sample_rows
 from trainer.tracking import Trackers
+
+if TYPE_CHECKING:
+    from workers.pool import Pools
 
 SHOWN_SAMPLES = 2
 
@@ -242,20 +246,26 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
     parts.signals.install()
-    reward, pool = None, None
+    reward, pools = None, None
     try:
         reward = RewardGroup(config.reward, tokenizer.tokenizer, tokenizer.eos_token_ids, log_dir=str(logs))
-        pool = make_pool(config, logs)
+        pools = open_pools(config, logs)
+        pool_of = {role: pools[name] for role, name in role_pools(config).items()}
         folder = None if checkpoint is None else checkpoint.folder
         first = parts.model_path
         tokens = {"eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
         roles, reference, critic = config.actor_rollout_ref, None, None
-        actor = ActorRolloutGroup(pool, roles, PolicySpec(path=str(folder / "actor") if folder else first, **tokens))
+        actor = ActorRolloutGroup(
+            pool_of["actor"],
+            roles,
+            PolicySpec(path=str(folder / "actor") if folder else first, **tokens),
+            rollout_pool=pool_of["rollout"],
+        )
         if config.uses_reference:
-            reference = ReferenceGroup(pool, roles, PolicySpec(path=first, **tokens))
+            reference = ReferenceGroup(pool_of["ref"], roles, PolicySpec(path=first, **tokens))
         if config.uses_critic:
             critic = CriticGroup(
-                pool,
+                pool_of["critic"],
                 config.critic,
                 str(folder / "critic") if folder else (config.critic.model.path or first),
                 seed=config.data.seed,
@@ -263,7 +273,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             )
 
         def save_beside(aside: str) -> None:
-            pool.save_rng(aside)
+            pools.save_rng(aside)
             tokenizer.tokenizer.save_pretrained(f"{aside}/actor")
 
         trainer = RayPPOTrainer(
@@ -278,38 +288,45 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
                 parts.run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep
             ),
             save_beside=save_beside,
-            memory=pool.memory,
+            memory=pools.memory,
             should_stop=lambda: parts.signals.received is not None,
         )
         if checkpoint is not None:
-            pool.load_rng(str(checkpoint.folder))
+            pools.load_rng(str(checkpoint.folder))
             trainer.resume(checkpoint, last_recorded_step=parts.last_recorded_step)
         parts.display.start(trainer.step)
         return trainer.fit()
     finally:
-        if pool is not None:
-            pool.shutdown()
+        if pools is not None:
+            pools.shutdown()
         if reward is not None:
             reward.shutdown()
         if started_ray:
             ray.shutdown()
 
 
-def make_pool(config: GovernorConfig, log_dir: Path) -> Any:
-    """The processes on devices that the configuration asks for; Ray must run."""
-    from workers.pool import PoolSpec, ResourcePool
+def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> "Pools":
+    """The processes on devices that the configuration asks for, of the pools of these names or of all; Ray must run."""
+    from workers.placement import PoolSpec
+    from workers.pool import Pools
 
-    trainer = config.trainer
-    spec = PoolSpec(
-        nnodes=trainer.nnodes,
-        devices_per_node=trainer.n_gpus_per_node,
-        device=_device(config),
-        cpu_threads=trainer.cpu_threads,
-        timeout_s=config.actor_rollout_ref.nccl_timeout,
-        placement_timeout_s=trainer.placement_timeout_s,
-        log_dir=str(log_dir),
+    trainer, device = config.trainer, _device(config)
+    return Pools(
+        [
+            PoolSpec(
+                name=name,
+                nnodes=pool.nnodes,
+                devices_per_node=pool.n_gpus_per_node,
+                device=device,
+                cpu_threads=trainer.cpu_threads,
+                timeout_s=config.actor_rollout_ref.nccl_timeout,
+                placement_timeout_s=trainer.placement_timeout_s,
+                log_dir=str(log_dir),
+            )
+            for name, pool in pools_of(config).items()
+            if names is None or name in names
+        ]
     )
-    return ResourcePool(spec)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

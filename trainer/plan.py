@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from config.pools import devices_of, num_devices, pools_of, role_pools
 from config.schema import GovernorConfig
 
 
@@ -22,21 +23,27 @@ def batch_plan(config: GovernorConfig, *, num_train_rows: int, num_steps: int) -
 
 def _lines(config: GovernorConfig, num_train_rows: int, num_steps: int) -> Iterator[PlanLine]:
     data, rollout, actor = config.data, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    rows, devices = data.train_batch_size * rollout.n, config.num_devices
+    rows = data.train_batch_size * rollout.n
     epochs = num_steps * data.train_batch_size / num_train_rows
     yield PlanLine("training steps", str(num_steps), f"{num_train_rows} prompts, {epochs:.3g} epochs of them")
     yield PlanLine("responses per step", str(rows), f"train_batch_size {data.train_batch_size} x rollout.n {rollout.n}")
-    yield PlanLine(
-        "devices", str(devices), f"nnodes {config.trainer.nnodes} x n_gpus_per_node {config.trainer.n_gpus_per_node}"
-    )
+    pools, homes = pools_of(config), role_pools(config)
+    for pool_name, pool in pools.items():
+        how = f"nnodes {pool.nnodes} x n_gpus_per_node {pool.n_gpus_per_node}"
+        roles = ", ".join(role for role, home in homes.items() if home == pool_name)
+        yield PlanLine(
+            "devices" if len(pools) == 1 else f"devices of pool {pool_name}",
+            str(num_devices(pool)),
+            how if len(pools) == 1 else f"{how}: {roles}",
+        )
     longest = data.max_prompt_length + data.max_response_length
     yield PlanLine(
         "longest row", f"{longest} tokens", f"prompt {data.max_prompt_length} + response {data.max_response_length}"
     )
-    roles = [("actor", actor)] + ([("critic", config.critic)] if config.uses_critic else [])
-    for name, role in roles:
+    trained = [("actor", actor)] + ([("critic", config.critic)] if config.uses_critic else [])
+    for name, role in trained:
         updates = data.train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs
-        share = role.ppo_mini_batch_size * rollout.n // devices
+        share = role.ppo_mini_batch_size * rollout.n // devices_of(config, name)
         yield PlanLine(
             f"{name} updates per step",
             str(updates),

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from config.load import ConfigFaults, load_config, overrides_of
+from config.pools import GLOBAL_POOL
 from config.schema import GovernorConfig
 from config.sweep import grid_of
 from trainer.checkpoint import MANIFEST, why_invalid
@@ -147,18 +148,18 @@ class _Updates:
 def _run(saved: SavedBatch, start: Path | None, settings: Sequence[Setting]) -> list[Metrics]:
     import ray
 
-    from trainer.main_ppo import make_pool
+    from trainer.main_ppo import open_pools
     from trainer.ray_session import start_ray
 
     config = settings[0].config
     started = start_ray(config)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            pool = make_pool(config, Path(scratch) / "logs")
+            pools = open_pools(config, Path(scratch) / "logs", names=[GLOBAL_POOL])  # the actor alone is replayed
             try:
-                return [_one(saved, start, setting.config, pool, Path(scratch)) for setting in settings]
+                return [_one(saved, start, setting.config, pools[GLOBAL_POOL], Path(scratch)) for setting in settings]
             finally:
-                pool.shutdown()
+                pools.shutdown()
     finally:
         if started:
             ray.shutdown()

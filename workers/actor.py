@@ -1,4 +1,4 @@
-"""The actor-rollout role: the policy that is trained, and its copy that decodes."""
+"""The actor role: the policy that is trained, and where it is not in a pool of its own, the copy that decodes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import PolicyModel, PolicySpec
 from workers.engine.pieces import Piece, make_piece
 from workers.losses import LossShare, ppo_loss
+from workers.rollout.buckets import Bucket, in_buckets
 from workers.rollout.sampling import RolloutRequest
 from workers.rollout.worker import Rollout
 
@@ -74,18 +75,14 @@ def require_finite(values: Tensor, mask: Tensor, batch: PPOBatch, what: str) -> 
         )
 
 
-class ActorRollout:
-    """One rank of the actor-rollout role."""
+class Actor:
+    """One rank of the actor role."""
 
     def __init__(self, context: DeviceContext, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
         self.context = context
         self.config = config
         self.engine = load_policy(spec, config, context, config.actor.fsdp_config, config.actor.optim)
-        self.rollout = Rollout(context, config, spec)
-
-    def generate(self, batch: PPOBatch, request: RolloutRequest) -> dict[str, Tensor]:
-        """What `Rollout.generate` says."""
-        return self.rollout.generate(batch, request)
+        self._buckets: Iterator[Bucket] = iter(())
 
     def compute_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
         """`old_log_probs` and `entropys` [B, R] of the batch's responses by the policy as it is."""
@@ -128,9 +125,13 @@ class ActorRollout:
             probe=LimiterProbe(output.geometry.map(piece.widen), temperature, rows.kl_advantages),
         )
 
-    def update_weights(self) -> None:
-        """Bring the trained weights into the sampler. A collective."""
-        self.rollout.load_weights(self.engine.full_weights())
+    def open_weights(self, max_bytes: int) -> None:
+        """Begin to give the weights away in buckets of at most so many bytes, from the first on."""
+        self._buckets = in_buckets(self.engine.full_weights(), max_bytes=max_bytes, keep=self.context.rank == 0)
+
+    def next_weights(self) -> Bucket | None:
+        """The next bucket on rank 0; None at the end, and on other ranks, which only take part. A collective."""
+        return next(self._buckets, None) or None
 
     def save(self, folder: str) -> None:
         """Write `actor/` and its optimizer into a checkpoint's folder. A collective; rank 0 writes."""
@@ -139,3 +140,19 @@ class ActorRollout:
     def load_optimizer(self, folder: str) -> None:
         """Go on from a checkpoint's optimizer; its weights are what `PolicySpec.path` named."""
         self.engine.load_optimizer(Path(folder), "actor")
+
+
+class ActorRollout(Actor):
+    """One rank of the actor with its sampler in the same process."""
+
+    def __init__(self, context: DeviceContext, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
+        super().__init__(context, config, spec)
+        self.rollout = Rollout(context, config, spec)
+
+    def generate(self, batch: PPOBatch, request: RolloutRequest) -> dict[str, Tensor]:
+        """What `Rollout.generate` says."""
+        return self.rollout.generate(batch, request)
+
+    def update_weights(self) -> None:
+        """Bring the trained weights into the sampler. A collective."""
+        self.rollout.load_weights(self.engine.full_weights())

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from config.schema import ActorRolloutRefConfig, CriticConfig
 from trainer.batch import PPOBatch, real_lengths, require
+from trainer.errors import WorkerLostError
 from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
-from workers.actor import ActorRollout, LocalUpdate
+from workers.actor import Actor, ActorRollout, LocalUpdate
 from workers.critic import Critic
 from workers.engine.fsdp import UpdateOutcome
 from workers.engine.models import PolicySpec
 from workers.pool import ResourcePool
 from workers.reference import Reference
+from workers.rollout.apart import RolloutApart
 from workers.rollout.sampling import RolloutRequest
 
 UpdateMetrics = dict[str, float]
@@ -41,21 +43,42 @@ def micro_batching(*, dynamic: bool, max_rows: int | None, max_tokens: int) -> M
 
 
 class ActorRolloutGroup:
-    """The policy: generates, scores, is updated."""
+    """The policy: generates, scores, is updated. Its sampler lives in the actor's processes, or in another pool's."""
 
-    NAME = "actor_rollout"
+    NAME, ROLLOUT = "actor_rollout", "rollout"
 
-    def __init__(self, pool: ResourcePool, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
+    def __init__(
+        self,
+        pool: ResourcePool,
+        config: ActorRolloutRefConfig,
+        spec: PolicySpec,
+        *,
+        rollout_pool: ResourcePool | None = None,
+    ) -> None:
         self.pool = pool
+        self.rollout_pool = rollout_pool or pool
         self.config = config
-        pool.build(self.NAME, ActorRollout, config, spec)
+        self._sampler_is_current = False
+        if self.rollout_pool is pool:
+            pool.build(self.NAME, ActorRollout, config, spec)
+        else:
+            pool.build(self.NAME, Actor, config, spec)
+            self.rollout_pool.build(self.ROLLOUT, RolloutApart, config, spec)
         self.update_weights()
 
     def generate(self, batch: PPOBatch, request: RolloutRequest) -> PPOBatch:
-        """Fill `responses`, `response_mask`, `loss_mask`, `attention_mask`, `rollout_log_probs`."""
+        """Fill `responses`, `response_mask`, `loss_mask`, `attention_mask`, `rollout_log_probs`.
+
+        Raises:
+            WorkerLostError: the last push of weights failed, so that the sampler's are not the actor's.
+        """
+        if not self._sampler_is_current:
+            raise WorkerLostError("the last push of weights to the rollout failed: its weights are not the actor's")
         # Contiguous shares, so that the responses to one prompt mostly meet on one device, which then reads it once.
-        shares = np.array_split(np.arange(len(batch)), self.pool.size)
-        answers = self.pool.call(self.NAME, "generate", [(_take(batch, rows), request) for rows in shares])
+        pool = self.rollout_pool
+        shares = np.array_split(np.arange(len(batch)), pool.size)
+        name = self.NAME if pool is self.pool else self.ROLLOUT
+        answers = pool.call(name, "generate", [(_take(batch, rows), request) for rows in shares])
         _fill(batch, shares, answers)
         (mask,) = require(batch, "response_mask")
         batch.loss_mask = mask.clone()
@@ -96,7 +119,26 @@ class ActorRolloutGroup:
 
     def update_weights(self) -> None:
         """Bring the trained weights into the samplers."""
-        self.pool.call_all(self.NAME, "update_weights")
+        self._sampler_is_current = False
+        if self.rollout_pool is self.pool:
+            self.pool.call_all(self.NAME, "update_weights")
+        else:
+            self._push_weights()
+        self._sampler_is_current = True
+
+    def _push_weights(self) -> None:
+        """The weights to the other pool, bucket by bucket through the object store; the next is gathered meanwhile.
+
+        Only the actor's rank 0 keeps a bucket, in host memory; no bucket passes through the driver.
+        """
+        actor, rollout = self.pool, self.rollout_pool
+        actor.call_all(self.NAME, "open_weights", int(self.config.rollout.update_weights_bucket_megabytes * 1e6))
+        rollout.call_all(self.ROLLOUT, "open_weights")
+        drawn = actor.start_and_keep(self.NAME, "next_weights")
+        while bucket := actor.gather(drawn, "update_weights")[0]:
+            drawn = actor.start_and_keep(self.NAME, "next_weights")
+            rollout.call_all(self.ROLLOUT, "take_weights", *bucket)
+        rollout.call_all(self.ROLLOUT, "close_weights")
 
     def save(self, folder: str) -> None:
         """Write the policy and its optimizer into a checkpoint's folder."""

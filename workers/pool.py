@@ -1,6 +1,6 @@
-"""Processes on devices: one Ray actor per device, placed over the nodes, joined in one process group.
+"""Processes on devices: one Ray actor per device, placed over the nodes, each pool's joined in a process group.
 
-A role (actor-rollout, reference, critic) is an object that lives in each of these processes; the roles of a pool share
+A role (actor, rollout, reference, critic) is an object that lives in each process of its pool; the roles of a pool share
 processes and process group. On CPU a device is a process with a share of its node's cores.
 """
 
@@ -8,10 +8,8 @@ import faulthandler
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,32 +17,14 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.errors import GovernorError, ResourceError, WorkerLostError
+from trainer.errors import GovernorError, WorkerLostError
+from workers.placement import Placement, PoolSpec, place, remove
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSpec:
-    """What a pool asks of the cluster."""
-
-    nnodes: int
-    devices_per_node: int
-    device: str  # cpu or cuda
-    cpu_threads: int
-    timeout_s: float  # of a collective
-    placement_timeout_s: float
-    log_dir: str
 
 
 class DeviceProcess:
@@ -58,13 +38,14 @@ class DeviceProcess:
             torch.set_num_threads(spec.cpu_threads)
         Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
         # All that this process prints, C++ libraries included, goes to its own file in the run directory.
-        with (Path(spec.log_dir) / f"device_{rank}.log").open("ab") as output:
+        with (Path(spec.log_dir) / f"{spec.prefix}device_{rank}.log").open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         faulthandler.enable(2)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
         node = ray.get_runtime_context().get_node_id()
-        log.info("rank %d, pid %d, address %s, node_id=%s", rank, os.getpid(), ray.util.get_node_ip_address(), node)
+        where = f"pid {os.getpid()}, address {ray.util.get_node_ip_address()}, node_id={node}"
+        log.info("pool %s, rank %d, %s", spec.name, rank, where)
 
     def rendezvous(self) -> tuple[str, int]:
         """Address of this process's node and a free port on it."""
@@ -94,21 +75,29 @@ class DeviceProcess:
         """Make a role in this process."""
         self.roles[name] = role(self.context, *arguments)
 
-    def call(self, name: str, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call a role's method."""
-        return getattr(self.roles[name], method)(*arguments, **keywords)
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a role's method. An argument that is a reference arrives as its value."""
+        return getattr(self.roles[name], method)(*arguments)
+
+    def call_and_keep(self, name: str, method: str, *arguments: Any) -> list[Any]:
+        """As `call`, with the result left in the object store: a list of its reference, empty for None."""
+        result = self.call(name, method, *arguments)
+        return [] if result is None else [ray.put(result)]
 
     def save_rng(self, folder: str) -> None:
         """Write the state of this process's global random generators into a checkpoint's folder."""
         from workers.engine.random_state import save_random_state
 
-        save_random_state(Path(folder) / f"rng_rank_{self.rank}")
+        save_random_state(self._rng_path(folder))
 
     def load_rng(self, folder: str) -> None:
-        """Restore what `save_rng` wrote; a rank that the checkpoint does not know starts anew."""
+        """Restore what `save_rng` wrote; a rank or a pool that the checkpoint does not know starts anew."""
         from workers.engine.random_state import load_random_state
 
-        load_random_state(Path(folder) / f"rng_rank_{self.rank}")
+        load_random_state(self._rng_path(folder))
+
+    def _rng_path(self, folder: str) -> Path:
+        return Path(folder) / f"{self.spec.prefix}rng_rank_{self.rank}"
 
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: of the process, and of the GPU where there is one."""
@@ -123,32 +112,27 @@ class DeviceProcess:
 
 
 class ResourcePool:
-    """The driver's handle on the processes."""
+    """The driver's handle on the processes of one pool."""
 
-    def __init__(self, spec: PoolSpec) -> None:
-        """Place the processes and join them.
-
-        Raises:
-            ResourceError: the cluster does not have the devices, or not in time.
-        """
+    def __init__(self, spec: PoolSpec, placement: Placement) -> None:
+        """Start the processes; nothing is waited for."""
         self.spec = spec
         self.size = spec.nnodes * spec.devices_per_node
-        self._group = place(spec)
         remote = ray.remote(DeviceProcess)
-        bundle = self._group.bundle_specs[0]
-        gpus = 1 if spec.device == "cuda" else 0
-        cpus = bundle["CPU"] / spec.devices_per_node
-        nodes = _bundles_from_here(self._group)
         self.processes = [
             remote.options(
-                num_cpus=cpus,
-                num_gpus=gpus,
+                num_cpus=placement.cpus_per_process,
+                num_gpus=1 if spec.device == "cuda" else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=nodes[rank // spec.devices_per_node]
+                    placement_group=placement.group,
+                    placement_group_bundle_index=placement.bundles[rank // spec.devices_per_node],
                 ),
             ).remote(rank, spec)
             for rank in range(self.size)
         ]
+
+    def join(self) -> None:
+        """Bring the processes into one process group."""
         address, port = self.gather([self.processes[0].rendezvous.remote()], "start")[0]
         self.gather([process.join.remote(self.size, address, port) for process in self.processes], "join")
 
@@ -156,17 +140,24 @@ class ResourcePool:
         """Make a role in every process."""
         self.gather([process.build.remote(name, role, arguments) for process in self.processes], f"build {name}")
 
-    def call(self, name: str, method: str, per_rank: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
+    def call(self, name: str, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a role's method on every rank with that rank's arguments; results in the order of ranks."""
-        calls = [
-            process.call.remote(name, method, arguments, keywords)
-            for process, arguments in zip(self.processes, per_rank, strict=True)
-        ]
-        return self.gather(calls, f"{name}.{method}")
+        return self.gather(self.start(name, method, per_rank), f"{name}.{method}")
 
     def call_all(self, name: str, method: str, *arguments: Any) -> list[Any]:
         """Call a role's method on every rank with the same arguments."""
         return self.call(name, method, [arguments] * self.size)
+
+    def start(self, name: str, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As `call`, without waiting: references for `gather`."""
+        return [
+            process.call.remote(name, method, *arguments)
+            for process, arguments in zip(self.processes, per_rank, strict=True)
+        ]
+
+    def start_and_keep(self, name: str, method: str, *arguments: Any) -> list[Any]:
+        """As `start` on every rank, for results that stay where they are: `gather` gives a list of references of each."""
+        return [process.call_and_keep.remote(name, method, *arguments) for process in self.processes]
 
     def save_rng(self, folder: str) -> None:
         """Every process writes its random generators' state."""
@@ -189,25 +180,65 @@ class ResourcePool:
             WorkerLostError: a process died.
         """
         pending, started = list(references), time.monotonic()
+        where = f"{what} in pool {self.spec.name}"
         while pending:
             done, pending = ray.wait(pending, timeout=HEARTBEAT_S)
             if not done:
-                log.info(
-                    "%s: waiting for %d of %d processes, %.0f s",
-                    what,
-                    len(pending),
-                    len(references),
-                    time.monotonic() - started,
-                )
+                waited = time.monotonic() - started
+                log.info("%s: waiting for %d of %d processes, %.0f s", where, len(pending), len(references), waited)
             for reference in done:
-                get(reference, what)
-        return [get(reference, what) for reference in references]
+                get(reference, where)
+        return [get(reference, where) for reference in references]
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            ray.kill(process)  # pyright: ignore[reportArgumentType]
+
+
+class Pools:
+    """All pools of a run, by name."""
+
+    def __init__(self, specs: Sequence[PoolSpec]) -> None:
+        """Place the pools, start their processes and join each pool's.
+
+        Raises:
+            ResourceError: the cluster does not have the devices, or not in time.
+        """
+        self._placements = place(specs)
+        self._pools: dict[str, ResourcePool] = {}
+        try:
+            for spec, placement in zip(specs, self._placements, strict=True):
+                self._pools[spec.name] = ResourcePool(spec, placement)
+            for pool in self._pools.values():
+                pool.join()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __getitem__(self, name: str) -> ResourcePool:
+        return self._pools[name]
+
+    def save_rng(self, folder: str) -> None:
+        """Every process writes its random generators' state."""
+        for pool in self._pools.values():
+            pool.save_rng(folder)
+
+    def load_rng(self, folder: str) -> None:
+        """Every process restores its random generators' state."""
+        for pool in self._pools.values():
+            pool.load_rng(folder)
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory in GiB, the largest of all processes."""
+        figures = [pool.memory() for pool in self._pools.values()]
+        return {name: max(figure[name] for figure in figures) for name in figures[0]}
 
     def shutdown(self) -> None:
         """End the processes and give the devices back."""
-        for process in self.processes:
-            ray.kill(process)  # pyright: ignore[reportArgumentType]
-        remove_placement_group(self._group)
+        for pool in self._pools.values():
+            pool.shutdown()
+        remove(placement.group for placement in self._placements)
 
 
 def get(reference: Any, what: str) -> Any:
@@ -226,57 +257,3 @@ def get(reference: Any, what: str) -> Any:
     except (RayActorError, WorkerCrashedError, GetTimeoutError) as error:
         first = str(error).strip().splitlines()[0]
         raise WorkerLostError(f"a worker process was lost during {what}: {first}") from error
-
-
-# --- placement -------------------------------------------------------------------------------------------------------
-
-
-def place(spec: PoolSpec) -> PlacementGroup:
-    """A placement group with one bundle per node, each on a node of its own.
-
-    Raises:
-        ResourceError: with a table of what is wanted and what the nodes have.
-    """
-    resource = "GPU" if spec.device == "cuda" else "CPU"
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    need = float(spec.devices_per_node) if resource == "GPU" else 0.001
-    fitting = [node for node in nodes if node["Resources"].get(resource, 0) >= need]
-    if len(fitting) < spec.nnodes:
-        raise ResourceError(_shortage(spec, resource, nodes))
-    cores = min(sorted((node["Resources"].get("CPU", 0.0) for node in fitting), reverse=True)[: spec.nnodes])
-    bundle = {"CPU": float(spec.devices_per_node), "GPU": need} if resource == "GPU" else {"CPU": float(cores)}
-    group = placement_group([dict(bundle) for _ in range(spec.nnodes)], strategy="STRICT_SPREAD")
-    deadline = time.monotonic() + spec.placement_timeout_s
-    while not group.wait(timeout_seconds=min(10, max(deadline - time.monotonic(), 0.1))):
-        if time.monotonic() >= deadline:
-            remove_placement_group(group)
-            raise ResourceError(
-                f"{_shortage(spec, resource, nodes)}\nThey are there, but others held them for "
-                f"trainer.placement_timeout_s={spec.placement_timeout_s:g} s."
-            )
-        print(f"Waiting for {spec.nnodes} x {bundle}, which other jobs hold …", file=sys.stderr)
-    return group
-
-
-def _bundles_from_here(group: PlacementGroup) -> list[int]:
-    """Bundle indexes, that of the driver's own node first: rank 0 writes checkpoints beside what the driver writes."""
-    where = placement_group_table(group)["bundles_to_node_id"]
-    here = ray.get_runtime_context().get_node_id()
-    return sorted(where, key=lambda index: (where[index] != here, index))
-
-
-def _shortage(spec: PoolSpec, resource: str, nodes: list[dict[str, Any]]) -> str:
-    rows = [f"  {'node':<18}{resource:>6}{'wanted':>9}"]
-    for index in range(max(len(nodes), spec.nnodes)):
-        name = nodes[index]["NodeManagerAddress"] if index < len(nodes) else "(none)"
-        there = nodes[index]["Resources"].get(resource, 0) if index < len(nodes) else 0
-        wanted = spec.devices_per_node if index < spec.nnodes else 0
-        rows.append(f"  {name:<18}{there:>6g}{wanted:>9}")
-    return "\n".join(
-        [
-            f"The cluster does not have the devices: trainer.nnodes={spec.nnodes} x "
-            f"trainer.n_gpus_per_node={spec.devices_per_node} on trainer.device={spec.device}.",
-            *rows,
-            "Lower trainer.nnodes or trainer.n_gpus_per_node, choose trainer.device=cpu, or join a larger cluster with RAY_ADDRESS.",
-        ]
-    )

@@ -68,26 +68,38 @@ def test_the_first_signal_finishes_the_step_saves_and_the_same_command_goes_on(t
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, steps + 2))
 
 
+def places(root: Path, prefix: str = "") -> set[str]:
+    """The nodes that a pool's two processes ran on."""
+    logs = [(root / f"logs/{prefix}device_{rank}.log").read_text() for rank in (0, 1)]
+    return {next(word for word in log.split() if word.startswith("node_id=")) for log in logs}
+
+
 def test_two_nodes_of_a_cluster_train_like_two_devices_of_one(tmp_path, monkeypatch):
+    """Both nodes in one pool, and each with a pool of its own, the second for the rollout."""
     from ray.cluster_utils import Cluster
 
     for name in [name for name in os.environ if name.startswith("RAY_") and "AUTH" not in name]:
         monkeypatch.delenv(name)
-    arguments = {"num_cpus": 1, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    short = "trainer.total_training_steps=2"
+    one_pool = ["trainer.nnodes=2"]
+    sampling = "trainer.resource_pools.sampling"
+    two_pools = ["trainer.n_gpus_per_node=2", f"{sampling}.nnodes=1", f"{sampling}.n_gpus_per_node=2"]
+    two_pools += ["trainer.role_pools.rollout=sampling"]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)
-        process = start(
-            tmp_path / "nodes", "trainer.nnodes=2", "trainer.total_training_steps=2", RAY_ADDRESS=cluster.address
-        )
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err + out
-        logs = [(tmp_path / f"nodes/logs/device_{rank}.log").read_text() for rank in (0, 1)]
-        places = {next(word for word in log.split() if word.startswith("node_id=")) for log in logs}
-        assert len(places) == 2
+        for name, overrides in (("nodes", one_pool), ("pools", two_pools)):
+            process = start(tmp_path / name, *overrides, short, RAY_ADDRESS=cluster.address)
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err + out
     finally:
         cluster.shutdown()
-    process = start(tmp_path / "devices", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
+    assert len(places(tmp_path / "nodes")) == 2
+    training, rollout = places(tmp_path / "pools"), places(tmp_path / "pools", "sampling_")
+    assert (len(training), len(rollout), len(training | rollout)) == (1, 1, 2)
+    process = start(tmp_path / "devices", "trainer.n_gpus_per_node=2", short)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err + out
-    assert lines(tmp_path / "nodes/metrics.jsonl") == lines(tmp_path / "devices/metrics.jsonl")
+    expected = lines(tmp_path / "devices/metrics.jsonl")
+    assert lines(tmp_path / "nodes/metrics.jsonl") == expected
+    assert lines(tmp_path / "pools/metrics.jsonl") == expected

@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from config.load import load_config
+from config.pools import GLOBAL_POOL
 from config.schema import GovernorConfig
 from trainer.batch import PPOBatch, per_row
 from workers.engine.fsdp import DeviceContext
-from workers.pool import PoolSpec, ResourcePool
+from workers.placement import PoolSpec
+from workers.pool import Pools, ResourcePool
 
 VOCABULARY = 41
 SHAPE = {
@@ -148,20 +150,36 @@ def answered(prompts_of: Callable[..., PPOBatch]) -> Callable[..., PPOBatch]:
 
 
 @pytest.fixture(scope="session")
-def open_pool(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
-    """open_pool(size): a context with that many joined processes. A pool takes all cores, so one is open at a time."""
+def open_pools(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """open_pools(name=size, …): a context with pools of joined processes. They take all cores: one such is open at a time."""
 
     @contextlib.contextmanager
-    def pool(size: int) -> Iterator[ResourcePool]:
-        spec = PoolSpec(
-            nnodes=1, devices_per_node=size, device="cpu", cpu_threads=1, timeout_s=60, placement_timeout_s=60,
-            log_dir=str(tmp_path_factory.mktemp("logs")),
-        )  # fmt: skip
-        opened = ResourcePool(spec)
+    def pools(**sizes: int) -> Iterator[Pools]:
+        log_dir = str(tmp_path_factory.mktemp("logs"))
+        specs = [
+            PoolSpec(
+                name=name, nnodes=1, devices_per_node=size, device="cpu", cpu_threads=1, timeout_s=60,
+                placement_timeout_s=60, log_dir=log_dir,
+            )
+            for name, size in sizes.items()
+        ]  # fmt: skip
+        opened = Pools(specs)
         try:
             yield opened
         finally:
             opened.shutdown()
+
+    return pools
+
+
+@pytest.fixture(scope="session")
+def open_pool(open_pools: Callable[..., Any]) -> Callable[[int], Any]:
+    """open_pool(size): a context with one pool."""
+
+    @contextlib.contextmanager
+    def pool(size: int) -> Iterator[ResourcePool]:
+        with open_pools(**{GLOBAL_POOL: size}) as pools:
+            yield pools[GLOBAL_POOL]
 
     return pool
 

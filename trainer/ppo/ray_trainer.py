@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from config.pools import all_devices, devices_of
 from config.schema import GovernorConfig, OptimConfig
 from trainer.batch import PPOBatch, require
 from trainer.checkpoint import Checkpoint, CheckpointStore
@@ -161,7 +162,7 @@ class RayPPOTrainer:
         if batch.entropys is not None:
             metrics |= entropy_metrics(*require(batch, "entropys", "response_mask"))
         metrics |= extra_metrics([item.reward.extra for item in scored])
-        metrics |= timing_metrics(timer, batch, num_devices=config.num_devices)
+        metrics |= timing_metrics(timer, batch, num_devices=all_devices(config))
         metrics |= {"training/global_step": self.step, "training/epoch": self.epoch()}
         return metrics
 
@@ -400,7 +401,7 @@ class RayPPOTrainer:
             "data": {"fingerprint": self.train_set.fingerprint(), "seed": self.config.data.seed},
             "metrics": metrics,
         }
-        self.checkpoints.save(self.step, write, state, {"world_size": self.config.num_devices})
+        self.checkpoints.save(self.step, write, state, {"world_size": devices_of(self.config, "actor")})
 
     def resume(self, checkpoint: Checkpoint, *, last_recorded_step: int) -> None:
         """Go on from a checkpoint whose weights the groups were built from.
