@@ -279,6 +279,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             ),
             save_beside=save_beside,
             memory=pool.memory,
+            mfu=actor.mfu,
             should_stop=lambda: parts.signals.received is not None,
         )
         if checkpoint is not None:

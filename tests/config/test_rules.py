@@ -53,6 +53,11 @@ def fault_of(changes: dict[str, Any]) -> str:
 
 
 CASES = {
+    "the reference has no optimizer state": (
+        {"actor_rollout_ref.ref.fsdp_config.optimizer_offload": True},
+        "actor_rollout_ref.ref.fsdp_config.optimizer_offload=true: the reference has no optimizer: set it to false",
+        {"actor_rollout_ref.ref.fsdp_config.param_offload": True, f"{ACTOR}.fsdp_config.optimizer_offload": True},
+    ),
     "actor's mini-batch divides the step's prompts": (
         {f"{ACTOR}.ppo_mini_batch_size": 60},
         f"{ACTOR}.ppo_mini_batch_size=60: must divide data.train_batch_size=256, the prompts of a step",
