@@ -59,6 +59,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_batch_rules(config),
         *_data_rules(config),
         *_model_rules(config),
+        *_memory_rules(config),
         *_sampling_rules(config),
         *_correction_rules(config),
         *_limiter_rules(config),
@@ -187,6 +188,15 @@ def _model_rules(config: GovernorConfig) -> Iterator[Fault]:
     for key, path in others.items():
         if path is not None:
             yield Fault(key, path, "needs actor_rollout_ref.model.path: the random model has its own vocabulary")
+
+
+def _memory_rules(config: GovernorConfig) -> Iterator[Fault]:
+    if config.actor_rollout_ref.ref.fsdp_config.optimizer_offload:
+        yield Fault(
+            "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
+            True,
+            "the reference has no optimizer: set it to false",
+        )
 
 
 def _sampling_rules(config: GovernorConfig) -> Iterator[Fault]:

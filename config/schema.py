@@ -78,6 +78,8 @@ class ModelConfig:
     custom_chat_template: str | None
     trust_remote_code: bool
     override_config: dict[str, Any]
+    enable_gradient_checkpointing: bool
+    logits_chunk_size: PositiveInt | None
     random_init: RandomInitConfig
 
 
@@ -88,6 +90,7 @@ class CriticModelConfig:
     path: str | None
     trust_remote_code: bool
     override_config: dict[str, Any]
+    enable_gradient_checkpointing: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,6 +115,8 @@ class FSDPConfig:
 
     dtype: ComputeDtype
     reshard_after_forward: bool
+    param_offload: bool
+    optimizer_offload: bool
 
 
 @dataclass(kw_only=True, slots=True)

@@ -289,6 +289,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             ),
             save_beside=save_beside,
             memory=pools.memory,
+            mfu=actor.mfu,
             should_stop=lambda: parts.signals.received is not None,
         )
         if checkpoint is not None:

@@ -13,9 +13,11 @@ from trainer.batch import PPOBatch, require
 from trainer.errors import DivergedError
 from trainer.ppo.core_algos import LossCounts
 from trainer.ppo.limiters import LimiterProbe
+from workers.engine.flops import ModelSize, model_size, peak_flops
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import PolicyModel, PolicySpec
 from workers.engine.pieces import Piece, make_piece
+from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, ppo_loss
 from workers.rollout.buckets import Bucket, in_buckets
 from workers.rollout.sampling import RolloutRequest
@@ -39,7 +41,10 @@ def load_policy(
         dtype=torch.float64 if fsdp.dtype == "float64" else torch.float32,
         override_config=config.model.override_config,
         trust_remote_code=config.model.trust_remote_code,
+        logits_chunk_size=config.model.logits_chunk_size,
     )
+    if optim is not None and config.model.enable_gradient_checkpointing:
+        recompute_layers(module)
     return FSDPEngine(module, context=context, config=fsdp, optim=optim)
 
 
@@ -52,12 +57,15 @@ def score_tokens(
     names = ("log_prob", "entropy") if with_entropy else ("log_prob",)
     dtype = torch.float64 if next(engine.module.parameters()).dtype == torch.float64 else torch.float32
     out = {name: torch.zeros(responses.shape, dtype=dtype) for name in names}
-    for rows in micro_batches:
-        piece = make_piece(batch, rows, engine.context.device)
-        output = engine.module(piece.input_ids, piece.positions, piece.labels, temperature, with_entropy=with_entropy)
-        if len(rows):
-            for name in names:
-                out[name][torch.from_numpy(rows)] = piece.widen(getattr(output, name)).cpu()
+    with engine.loaded():
+        for rows in micro_batches:
+            piece = make_piece(batch, rows, engine.context.device)
+            output = engine.module(
+                piece.input_ids, piece.positions, piece.labels, temperature, with_entropy=with_entropy
+            )
+            if len(rows):
+                for name in names:
+                    out[name][torch.from_numpy(rows)] = piece.widen(getattr(output, name)).cpu()
     return out
 
 
@@ -93,10 +101,11 @@ class Actor:
 
     def update(self, batch: PPOBatch, updates: list[LocalUpdate], lr: float) -> list[UpdateOutcome]:
         """The updates, in order."""
-        return [
-            self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.actor.grad_clip)
-            for update in updates
-        ]
+        with self.engine.loaded(optimizer=True):
+            return [
+                self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.actor.grad_clip)
+                for update in updates
+            ]
 
     def _shares(self, batch: PPOBatch, update: LocalUpdate) -> Iterator[LossShare]:
         for rows in update.micro_batches:
@@ -132,6 +141,12 @@ class Actor:
     def next_weights(self) -> Bucket | None:
         """The next bucket on rank 0; None at the end, and on other ranks, which only take part. A collective."""
         return next(self._buckets, None) or None
+
+    def speed(self) -> tuple[ModelSize, float | None]:
+        """The policy's size, and the device's peak in FLOP/s where it is known."""
+        on_gpu = self.context.device.type == "cuda"
+        peak = peak_flops(torch.cuda.get_device_name(self.context.device)) if on_gpu else None
+        return model_size(self.engine.hf_model), peak
 
     def save(self, folder: str) -> None:
         """Write `actor/` and its optimizer into a checkpoint's folder. A collective; rank 0 writes."""

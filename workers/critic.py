@@ -13,6 +13,7 @@ from workers.actor import LocalUpdate, require_finite
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import ValueModel
 from workers.engine.pieces import make_piece
+from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, value_loss
 
 
@@ -33,6 +34,8 @@ class Critic:
                 override_config=config.model.override_config,
                 trust_remote_code=config.model.trust_remote_code,
             )
+        if config.model.enable_gradient_checkpointing:
+            recompute_layers(module)
         self.engine = FSDPEngine(module, context=context, config=config.fsdp_config, optim=config.optim)
 
     @torch.no_grad()
@@ -40,19 +43,21 @@ class Critic:
         """`values` [B, R] of the states before the batch's response tokens."""
         (responses,) = require(batch, "responses")
         values = torch.zeros(responses.shape, dtype=next(self.engine.module.parameters()).dtype)
-        for rows in micro_batches:
-            piece = make_piece(batch, rows, self.context.device)
-            out = self.engine.module(piece.input_ids, piece.positions)
-            if len(rows):
-                values[torch.from_numpy(rows)] = piece.widen(out).cpu()
+        with self.engine.loaded():
+            for rows in micro_batches:
+                piece = make_piece(batch, rows, self.context.device)
+                out = self.engine.module(piece.input_ids, piece.positions)
+                if len(rows):
+                    values[torch.from_numpy(rows)] = piece.widen(out).cpu()
         return {"values": values}
 
     def update(self, batch: PPOBatch, updates: list[LocalUpdate], lr: float) -> list[UpdateOutcome]:
         """The updates, in order."""
-        return [
-            self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.grad_clip)
-            for update in updates
-        ]
+        with self.engine.loaded(optimizer=True):
+            return [
+                self.engine.update(self._shares(batch, update), lr=lr, grad_clip=self.config.grad_clip)
+                for update in updates
+            ]
 
     def _shares(self, batch: PPOBatch, update: LocalUpdate) -> Iterator[LossShare]:
         for indexes in update.micro_batches:

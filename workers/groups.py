@@ -18,6 +18,7 @@ from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
 from workers.actor import Actor, ActorRollout, LocalUpdate
 from workers.critic import Critic
+from workers.engine.flops import update_flops
 from workers.engine.fsdp import UpdateOutcome
 from workers.engine.models import PolicySpec
 from workers.pool import ResourcePool
@@ -116,6 +117,15 @@ class ActorRolloutGroup:
             bound=bound,
         )
         return _run_updates(self.pool, self.NAME, batch, updates, context.lr, "actor/grad_norm")
+
+    def mfu(self, batch: PPOBatch, seconds: float) -> dict[str, float]:
+        """`perf/mfu/actor` of a step's updates that took so long; nothing where a device's peak is not known."""
+        size, peak = self.pool.call_all(self.NAME, "speed")[0]
+        if peak is None:
+            return {}
+        (mask,) = require(batch, "response_mask")
+        flops = update_flops(size, lengths=real_lengths(batch).tolist(), num_response_tokens=int(mask.sum()))
+        return {"perf/mfu/actor": self.config.actor.ppo_epochs * flops / (seconds * self.pool.size * peak)}
 
     def update_weights(self) -> None:
         """Bring the trained weights into the samplers."""

@@ -77,6 +77,11 @@ CASES = {
         f"{CORRECTION}.rollout_is_batch_normalize=true: needs weights: set {CORRECTION}.rollout_is=token or sequence",
         {f"{CORRECTION}.rollout_is_batch_normalize": True, f"{CORRECTION}.rollout_is": "token"},
     ),
+    "the reference has no optimizer state": (
+        {"actor_rollout_ref.ref.fsdp_config.optimizer_offload": True},
+        "actor_rollout_ref.ref.fsdp_config.optimizer_offload=true: the reference has no optimizer: set it to false",
+        {"actor_rollout_ref.ref.fsdp_config.param_offload": True, f"{ACTOR}.fsdp_config.optimizer_offload": True},
+    ),
     "actor's mini-batch divides the step's prompts": (
         {f"{ACTOR}.ppo_mini_batch_size": 60},
         f"{ACTOR}.ppo_mini_batch_size=60: must divide data.train_batch_size=256, the prompts of a step",

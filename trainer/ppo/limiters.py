@@ -46,7 +46,7 @@ def logit_geometry(logits: Tensor, labels: Tensor, temperature: float, *, with_e
     A few tokens at a time: their logits stay in a CPU's cache, and no second matrix of all logits is made.
     """
     flat, chosen = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1, 1)
-    size = max((CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1], 1)
+    size = rows_in_cache(logits)
     chunks = zip(flat.split(size), chosen.split(size), strict=True)
     parts = [_chunk_geometry(*chunk, temperature, with_entropy=with_entropy) for chunk in chunks]
     others = torch.cat([part.others for part in parts]).view(labels.shape)
@@ -54,24 +54,49 @@ def logit_geometry(logits: Tensor, labels: Tensor, temperature: float, *, with_e
     return LogitGeometry(others, torch.cat(entropies).view(labels.shape) if with_entropy else None)
 
 
-def _chunk_geometry(logits: Tensor, labels: Tensor, temperature: float, *, with_entropy: bool) -> LogitGeometry:
-    """`logit_geometry` of logits [N, V] and labels [N, 1].
+def rows_in_cache(logits: Tensor) -> int:
+    """How many rows of logits [..., V] to take at a time."""
+    return max((CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1], 1)
 
-    With u the scaled logits less their maximum, p = exp(u) / Z, and log p + H = u - Σ p u: one exponential per logit.
-    """
+
+def _chunk_geometry(logits: Tensor, labels: Tensor, temperature: float, *, with_entropy: bool) -> LogitGeometry:
+    """`logit_geometry` of logits [N, V] and labels [N, 1]."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    softmax = shifted_softmax_(scaled)
+    return geometry_of_(softmax, labels, softmax.mean() if with_entropy else None)
+
+
+class ShiftedSoftmax(NamedTuple):
+    """p = weight / z over the vocabulary, with weight = exp(u): one exponential per logit."""
+
+    top: Tensor  # [N, 1], the maximum of the scaled logits
+    u: Tensor  # [N, V], the scaled logits less it
+    weight: Tensor  # [N, V]
+    z: Tensor  # [N]
+
+    def mean(self) -> Tensor:
+        """Σ p u, [N]: log p + H = u - Σ p u."""
+        return torch.linalg.vecdot(self.weight, self.u) / self.z
+
+
+def shifted_softmax_(scaled: Tensor) -> ShiftedSoftmax:
+    """Of scaled logits [N, V], which are overwritten."""
+    top = scaled.amax(-1, keepdim=True)
     # exp(-1000) is 0 in every precision, and 0 times it is 0; a logit of -inf would make NaN.
-    u = scaled.sub_(scaled.amax(-1, keepdim=True)).clamp_(min=-1000.0)
+    u = scaled.sub_(top).clamp_(min=-1000.0)
     weight = u.exp()
-    z = weight.sum(-1)
-    entropy = None
-    if with_entropy:
-        mean = torch.linalg.vecdot(weight, u) / z
+    return ShiftedSoftmax(top, u, weight, weight.sum(-1))
+
+
+def geometry_of_(softmax: ShiftedSoftmax, labels: Tensor, mean: Tensor | None) -> LogitGeometry:
+    """Both sums for labels [N, 1], the entropy's with the softmax's `mean`; u and weight are overwritten."""
+    entropy, square = None, softmax.z.square()
+    if mean is not None:
         # Formed token by token: for a nearly flat p, multiplying the square out would cancel.
-        deviation = u.sub_(mean.unsqueeze(-1)).mul_(weight)
-        entropy = torch.linalg.vecdot(deviation, deviation) / z.square()
-    weight.scatter_(-1, labels, 0.0)
-    return LogitGeometry(torch.linalg.vecdot(weight, weight) / z.square(), entropy)
+        deviation = softmax.u.sub_(mean.unsqueeze(-1)).mul_(softmax.weight)
+        entropy = torch.linalg.vecdot(deviation, deviation) / square
+    others = softmax.weight.scatter_(-1, labels, 0.0)
+    return LogitGeometry(torch.linalg.vecdot(others, others) / square, entropy)
 
 
 def logit_norm(log_prob: Tensor, geometry: LogitGeometry, temperature: float) -> Tensor:

@@ -74,6 +74,7 @@ class RayPPOTrainer:
         checkpoints: CheckpointStore,
         save_beside: Callable[[str], None] = lambda folder: None,
         memory: Callable[[], dict[str, float]] = dict,
+        mfu: Callable[[PPOBatch, float], Metrics] = lambda batch, seconds: {},
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
@@ -85,6 +86,7 @@ class RayPPOTrainer:
         self.checkpoints = checkpoints
         self.save_beside = save_beside
         self.memory = memory
+        self.mfu = mfu
         self.should_stop = should_stop
         self.kl_ctrl = get_kl_controller(**_fields(config.algorithm.kl_ctrl))
         self.mean_kl = 0.0  # of this step's batch to the reference, where the KL is in the reward
@@ -152,6 +154,7 @@ class RayPPOTrainer:
             if self.step > config.trainer.critic_warmup:
                 with timer.part("update_actor"):
                     metrics |= self.update_actor(batch)
+                metrics |= self.mfu(batch, timer.seconds["update_actor"])
         with timer.part("probe"):
             metrics |= self.look_back(batch, scored)
         metrics |= data_metrics(

@@ -6,6 +6,7 @@ float32 masters; `dtype` is the precision of forward and backward.
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from config.schema import FSDPConfig, OptimConfig
 from trainer.errors import DivergedError
+from workers.engine.offload import Offload
 from workers.losses import LossShare
 
 
@@ -50,6 +52,17 @@ class FSDPEngine:
         self.hf_model: Any = module.model
         self.module = shard(module, context.mesh, config)
         self.optimizer = None if optim is None else make_optimizer(self.module, optim)
+        self._offload = Offload(
+            self.module,
+            self.optimizer,
+            context.device,
+            params=config.param_offload,
+            optimizer_state=config.optimizer_offload,
+        )
+
+    def loaded(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """A phase: what the configuration offloads is on the device inside. Phases may be nested."""
+        return self._offload.loaded(optimizer=optimizer)
 
     def update(self, shares: Iterable[LossShare], *, lr: float, grad_clip: float) -> UpdateOutcome:
         """One optimizer update from the loss shares of this rank's pieces, each computed as it is drawn.
@@ -86,8 +99,9 @@ class FSDPEngine:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full value of each parameter, named as in the Hugging Face model. A collective: all ranks draw all."""
-        for name, parameter in self.hf_model.named_parameters():
-            yield name, full_value(parameter.detach())
+        with self.loaded():
+            for name, parameter in self.hf_model.named_parameters():
+                yield name, full_value(parameter.detach())
 
     def save(self, folder: Path, name: str) -> None:
         """Write `folder/name` (opens with from_pretrained) and the optimizer beside it. A collective; rank 0 writes.
@@ -96,10 +110,11 @@ class FSDPEngine:
         """
         assert self.optimizer is not None, "only what is trained is saved"
         weights, slots = {}, {}
-        for key, parameter in self.hf_model.named_parameters():
-            weights[key] = full_value(parameter.detach()).cpu()
-            for slot, value in self.optimizer.state.get(parameter, {}).items():
-                slots[f"{key}/{slot}"] = full_value(value).cpu()
+        with self.loaded(optimizer=True):
+            for key, parameter in self.hf_model.named_parameters():
+                weights[key] = full_value(parameter.detach()).cpu()
+                for slot, value in self.optimizer.state.get(parameter, {}).items():
+                    slots[f"{key}/{slot}"] = full_value(value).cpu()
         if self.context.rank != 0:
             return
         if getattr(self.hf_model, "generation_config", None) is not None:
@@ -117,13 +132,14 @@ class FSDPEngine:
         if not path.exists():
             return
         parameters = dict(self.hf_model.named_parameters())
-        for key, value in load_file(path).items():
-            key, slot = key.rsplit("/", 1)
-            parameter = parameters[key]
-            if value.shape == parameter.shape:
-                value, whole = torch.zeros_like(parameter), value
-                local_part(value).copy_(own_part(whole, parameter))
-            self.optimizer.state[parameter][slot] = value
+        with self.loaded(optimizer=True):
+            for key, value in load_file(path).items():
+                key, slot = key.rsplit("/", 1)
+                parameter = parameters[key]
+                if value.shape == parameter.shape:
+                    value, whole = torch.zeros_like(parameter), value
+                    local_part(value).copy_(own_part(whole, parameter))
+                self.optimizer.state[parameter][slot] = value
 
     @staticmethod
     def _optimizer_path(folder: Path, name: str) -> Path:
@@ -166,12 +182,17 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> nn.Module:
     policy = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layer_classes = set(getattr(module.model, "_no_split_modules", None) or ())
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": config.reshard_after_forward}
-    for layer in [layer for layer in module.modules() if type(layer).__name__ in layer_classes]:
+    for layer in decoder_layers(module):
         fully_shard(layer, **options)
     fully_shard(module, **options)
     return module
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a policy or critic."""
+    classes = set(getattr(module.model, "_no_split_modules", None) or ())
+    return [layer for layer in module.modules() if type(layer).__name__ in classes]
 
 
 def make_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:

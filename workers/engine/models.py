@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
 from trainer.ppo.limiters import LogitGeometry, logit_geometry
+from workers.engine.chunked import LanguageModelHead, figures_in_chunks
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -46,29 +47,37 @@ class PolicyOutput(NamedTuple):
     geometry: LogitGeometry | None  # for the limiters' pushes; no gradient
 
 
+def at_positions(hidden: Tensor, positions: Tensor) -> Tensor:
+    """The columns `positions` [b, T] of hidden [b, L, D]."""
+    return hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+
 class PolicyModel(nn.Module):
     """A causal language model that returns log-probabilities and entropies of given tokens, not logits.
 
     Only the hidden states that predict a response token reach the output layer, by a hook on its input; all that the
-    model does to the logits afterwards (scaling, capping) stays.
+    model does to the logits afterwards (scaling, capping) stays. With a chunk size, in tokens, whole logits never exist.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, logits_chunk_size: int | None = None) -> None:
         super().__init__()
         self.model = model
         self._positions: Tensor | None = None
+        self._chunk_size = logits_chunk_size
+        self._head = None if logits_chunk_size is None else LanguageModelHead(model)
         model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
 
     @classmethod
-    def load(cls, path: str, **kwargs: Any) -> "PolicyModel":
-        """From a Hugging Face folder; the arguments are those of `load_model`."""
-        return cls(load_model(AutoModelForCausalLM, path, **kwargs))
+    def load(cls, path: str, *, logits_chunk_size: int | None = None, **kwargs: Any) -> "PolicyModel":
+        """From a Hugging Face folder; the other arguments are those of `load_model`."""
+        return cls(load_model(AutoModelForCausalLM, path, **kwargs), logits_chunk_size=logits_chunk_size)
 
     def _select_positions(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._head is not None:
+            return args
         hidden, *rest = args
         assert self._positions is not None
-        index = self._positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-        return (hidden.gather(1, index), *rest)
+        return (at_positions(hidden, self._positions), *rest)
 
     def forward(
         self,
@@ -84,6 +93,22 @@ class PolicyModel(nn.Module):
 
         input_ids [b, L] right-padded; positions [b, T] the columns whose output predicts the labels.
         """
+        if self._head is not None and self._chunk_size is not None:
+            hidden = at_positions(self._head.hidden(input_ids), positions)
+            figures = figures_in_chunks(
+                self._head,
+                hidden.flatten(0, 1),
+                labels.flatten(),
+                temperature,
+                chunk_size=self._chunk_size,
+                with_entropy=with_entropy,
+                with_geometry=with_geometry,
+            )
+            log_prob, _, entropy, others, geometry_entropy = (
+                None if figure is None else figure.view(labels.shape) for figure in figures
+            )
+            assert log_prob is not None
+            return PolicyOutput(log_prob, entropy, None if others is None else LogitGeometry(others, geometry_entropy))
         self._positions = positions
         logits = self.model(input_ids=input_ids, use_cache=False).logits
         geometry = None
