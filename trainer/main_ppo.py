@@ -234,7 +234,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
 
     from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
     from trainer.ray_session import start_ray
-    from workers.actor import PolicySpec
+    from workers.engine.models import PolicySpec
     from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
     from workers.reward.group import RewardGroup
 

@@ -164,7 +164,7 @@ def _one(saved: SavedBatch, start: Path | None, config: GovernorConfig, pool: An
     """One setting's metrics: stages 7 to 9, the probe, and how far the weights moved."""
     from trainer.data.dataset import PromptDataset
     from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
-    from workers.actor import PolicySpec
+    from workers.engine.models import PolicySpec
     from workers.groups import ActorRolloutGroup
 
     about = saved.about

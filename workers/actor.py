@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from config.schema import ActorRolloutRefConfig, FSDPConfig, OptimConfig
 from trainer.batch import PPOBatch, require
@@ -15,20 +14,11 @@ from trainer.errors import DivergedError
 from trainer.ppo.core_algos import LossCounts
 from trainer.ppo.limiters import LimiterProbe
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
-from workers.engine.models import TORCH_DTYPES, PolicyModel, load_model
+from workers.engine.models import PolicyModel, PolicySpec
 from workers.engine.pieces import Piece, make_piece
 from workers.losses import LossShare, ppo_loss
-from workers.rollout.hf import HFRollout
-from workers.rollout.sampling import SamplingParams, uniform_numbers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySpec:
-    """Which weights a policy starts from, and the tokens that end and pad a response."""
-
-    path: str
-    eos_token_ids: list[int]
-    pad_token_id: int
+from workers.rollout.sampling import RolloutRequest
+from workers.rollout.worker import Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,37 +80,12 @@ class ActorRollout:
     def __init__(self, context: DeviceContext, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
         self.context = context
         self.config = config
-        actor, rollout = config.actor, config.rollout
-        self.engine = load_policy(spec, config, context, actor.fsdp_config, actor.optim)
-        sampler = load_model(
-            AutoModelForCausalLM,
-            spec.path,
-            dtype=TORCH_DTYPES[rollout.dtype],
-            override_config=config.model.override_config,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        self.rollout = HFRollout(
-            sampler,
-            eos_token_ids=spec.eos_token_ids,
-            pad_token_id=spec.pad_token_id,
-            max_num_seqs=rollout.max_num_seqs,
-            device=context.device,
-        )
+        self.engine = load_policy(spec, config, context, config.actor.fsdp_config, config.actor.optim)
+        self.rollout = Rollout(context, config, spec)
 
-    def generate(
-        self, batch: PPOBatch, *, params: SamplingParams, max_tokens: int, seed: int, step: int, stream: int
-    ) -> dict[str, Tensor]:
-        """`responses`, `response_mask` and `rollout_log_probs` [B, R] for the batch's prompts."""
-        uniform = uniform_numbers(
-            seed=seed,
-            step=step,
-            stream=stream,
-            prompt_index=[row["prompt_index"] for row in batch.extras],
-            sample_index=[row["sample_index"] for row in batch.extras],
-            num_tokens=max_tokens,
-        )
-        out = self.rollout.generate(batch.prompts, batch.prompt_mask, uniform, params=params, max_tokens=max_tokens)
-        return {"responses": out.tokens, "response_mask": out.mask, "rollout_log_probs": out.log_probs}
+    def generate(self, batch: PPOBatch, request: RolloutRequest) -> dict[str, Tensor]:
+        """What `Rollout.generate` says."""
+        return self.rollout.generate(batch, request)
 
     def compute_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
         """`old_log_probs` and `entropys` [B, R] of the batch's responses by the policy as it is."""

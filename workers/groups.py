@@ -15,12 +15,13 @@ from config.schema import ActorRolloutRefConfig, CriticConfig
 from trainer.batch import PPOBatch, real_lengths, require
 from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
-from workers.actor import ActorRollout, LocalUpdate, PolicySpec
+from workers.actor import ActorRollout, LocalUpdate
 from workers.critic import Critic
 from workers.engine.fsdp import UpdateOutcome
+from workers.engine.models import PolicySpec
 from workers.pool import ResourcePool
 from workers.reference import Reference
-from workers.rollout.sampling import SamplingParams
+from workers.rollout.sampling import RolloutRequest
 
 UpdateMetrics = dict[str, float]
 
@@ -50,18 +51,12 @@ class ActorRolloutGroup:
         pool.build(self.NAME, ActorRollout, config, spec)
         self.update_weights()
 
-    def generate(
-        self, batch: PPOBatch, *, params: SamplingParams, max_tokens: int, seed: int, step: int, stream: int
-    ) -> PPOBatch:
+    def generate(self, batch: PPOBatch, request: RolloutRequest) -> PPOBatch:
         """Fill `responses`, `response_mask`, `loss_mask`, `attention_mask`, `rollout_log_probs`."""
         # Contiguous shares, so that the responses to one prompt mostly meet on one device, which then reads it once.
         shares = np.array_split(np.arange(len(batch)), self.pool.size)
-        arguments = {"params": params, "max_tokens": max_tokens, "seed": seed, "step": step, "stream": stream}
-        _fill(
-            batch,
-            shares,
-            self.pool.call(self.NAME, "generate", [(_take(batch, rows),) for rows in shares], **arguments),
-        )
+        answers = self.pool.call(self.NAME, "generate", [(_take(batch, rows), request) for rows in shares])
+        _fill(batch, shares, answers)
         (mask,) = require(batch, "response_mask")
         batch.loss_mask = mask.clone()
         batch.attention_mask = torch.cat([batch.prompt_mask, mask], dim=1)

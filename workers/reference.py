@@ -5,8 +5,9 @@ from torch import Tensor
 
 from config.schema import ActorRolloutRefConfig
 from trainer.batch import PPOBatch
-from workers.actor import PolicySpec, load_policy, score_tokens
+from workers.actor import load_policy, score_tokens
 from workers.engine.fsdp import DeviceContext
+from workers.engine.models import PolicySpec
 
 
 class Reference:

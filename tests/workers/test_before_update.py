@@ -8,10 +8,10 @@ import torch
 
 from config.schema import ActorRolloutRefConfig
 from trainer.batch import PPOBatch
-from workers.actor import PolicySpec
+from workers.engine.models import PolicySpec
 from workers.groups import ActorRolloutGroup, ReferenceGroup, UpdateContext
 from workers.pool import ResourcePool
-from workers.rollout.sampling import TRAIN, SamplingParams
+from workers.rollout.sampling import TRAIN, RolloutRequest, SamplingParams
 
 ACTOR = "actor_rollout_ref.actor"
 MAX_TOKENS = 8
@@ -48,7 +48,8 @@ def first_update(
     spec = PolicySpec(path=path, eos_token_ids=[1, 3, 4, 7, 9], pad_token_id=0)
     actor, reference = ActorRolloutGroup(pool, roles, spec), ReferenceGroup(pool, roles, spec)
     params = SamplingParams(temperature=roles.rollout.temperature)
-    batch = actor.generate(batch, params=params, max_tokens=MAX_TOKENS, seed=0, step=1, stream=TRAIN)
+    request = RolloutRequest(params=params, max_tokens=MAX_TOKENS, seed=0, step=1, stream=TRAIN)
+    batch = actor.generate(batch, request)
     batch = reference.compute_ref_log_prob(actor.compute_log_prob(batch))
     batch.advantages = torch.randn(batch.responses.shape, generator=torch.Generator().manual_seed(0))
     (metrics,) = actor.update_actor(batch, UpdateContext(seed=0, step=1, lr=1e-3))

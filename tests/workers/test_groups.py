@@ -11,15 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from trainer.batch import PPOBatch
 from trainer.errors import DivergedError
-from workers.actor import ActorRollout, PolicySpec
+from workers.actor import ActorRollout
 from workers.critic import Critic
 from workers.engine.fsdp import DeviceContext
+from workers.engine.models import PolicySpec
 from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup, UpdateContext
 from workers.pool import ResourcePool
-from workers.rollout.sampling import TRAIN, SamplingParams
+from workers.rollout.sampling import TRAIN, RolloutRequest, SamplingParams
 
 PROMPTS, RESPONSES = [3, 1, 6, 2, 7], [2, 5, 1, 7, 4]
-ARGUMENTS = {"params": SamplingParams(temperature=1.0), "max_tokens": 6, "seed": 0, "step": 1, "stream": TRAIN}
+REQUEST = RolloutRequest(params=SamplingParams(temperature=1.0), max_tokens=6, seed=0, step=1, stream=TRAIN)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,8 @@ def alone(device_context: DeviceContext, configure: Callable, spec: PolicySpec) 
 def test_generate_gives_each_row_its_response(
     group: ActorRolloutGroup, alone: ActorRollout, prompts_of: Callable[..., PPOBatch], num_rows: int
 ) -> None:
-    batch = group.generate(prompts_of(PROMPTS)[torch.arange(num_rows)], **ARGUMENTS)
-    expected = alone.generate(prompts_of(PROMPTS)[torch.arange(num_rows)], **ARGUMENTS)
+    batch = group.generate(prompts_of(PROMPTS)[torch.arange(num_rows)], REQUEST)
+    expected = alone.generate(prompts_of(PROMPTS)[torch.arange(num_rows)], REQUEST)
     assert torch.equal(batch.responses, expected["responses"])
     assert torch.equal(batch.response_mask, expected["response_mask"])
     assert torch.equal(batch.loss_mask, batch.response_mask)

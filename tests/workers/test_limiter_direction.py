@@ -17,11 +17,12 @@ from config.schema import ActorRolloutRefConfig
 from trainer.batch import PPOBatch
 from trainer.ppo.advantages import compute_advantages
 from trainer.ppo.core_algos import LossCounts, apply_kl_penalty, place_scores
-from workers.actor import ActorRollout, LocalUpdate, PolicySpec
+from workers.actor import ActorRollout, LocalUpdate
 from workers.engine.fsdp import DeviceContext
+from workers.engine.models import PolicySpec
 from workers.engine.pieces import make_piece
 from workers.reference import Reference
-from workers.rollout.sampling import TRAIN, SamplingParams
+from workers.rollout.sampling import TRAIN, RolloutRequest, SamplingParams
 
 TOKENS = {"eos_token_ids": [1, 3], "pad_token_id": 0}
 MAX_TOKENS = 6
@@ -74,7 +75,8 @@ class Run:
         """Stages 1 to 5 with the present policy."""
         batch = self.prompts.clone()
         params = SamplingParams(temperature=1.0)
-        fields = self.actor.generate(batch, params=params, max_tokens=MAX_TOKENS, seed=0, step=step, stream=TRAIN)
+        request = RolloutRequest(params=params, max_tokens=MAX_TOKENS, seed=0, step=step, stream=TRAIN)
+        fields = self.actor.generate(batch, request)
         for name, value in fields.items():
             setattr(batch, name, value)
         batch.loss_mask = batch.response_mask.clone()
@@ -114,7 +116,7 @@ class Run:
         piece = make_piece(batch, np.arange(len(batch)), self.context.device)
         mask = batch.response_mask[:, : piece.labels.shape[1]]
         pair = []
-        for model in (self.actor.rollout.model, self.plain_reference):
+        for model in (self.actor.rollout.backend.model, self.plain_reference):
             logits = model(input_ids=piece.input_ids).logits
             index = piece.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
             pair.append(torch.log_softmax(logits.gather(1, index), -1)[mask])

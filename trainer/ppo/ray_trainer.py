@@ -22,7 +22,7 @@ from trainer.samples import choose_rows
 from workers.engine.schedule import lr_multiplier
 from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup, UpdateContext
 from workers.reward.group import RewardGroup, ScoredText
-from workers.rollout.sampling import TRAIN, VALIDATION, SamplingParams
+from workers.rollout.sampling import TRAIN, VALIDATION, RolloutRequest, SamplingParams
 
 MAX_PROBE_ROWS = 64
 
@@ -118,10 +118,7 @@ class RayPPOTrainer:
             batch = self.next_prompts()
             # 2. Responses.
             with timer.part("gen"):
-                batch = groups.actor_rollout.generate(
-                    batch, params=self.sampling(), max_tokens=config.data.max_response_length, seed=config.data.seed,
-                    step=self.step, stream=TRAIN,
-                )  # fmt: skip
+                batch = groups.actor_rollout.generate(batch, self.request(self.sampling(), TRAIN))
             # 3. Rewards.
             with timer.part("reward"):
                 scored = groups.reward.compute_scores(batch)
@@ -201,6 +198,13 @@ class RayPPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         return SamplingParams(
             temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p
+        )
+
+    def request(self, params: SamplingParams, stream: int) -> RolloutRequest:
+        """What this step asks of the rollout."""
+        data = self.config.data
+        return RolloutRequest(
+            params=params, max_tokens=data.max_response_length, seed=data.seed, step=self.step, stream=stream
         )
 
     def apply_kl(self, batch: PPOBatch) -> Metrics:
@@ -349,14 +353,7 @@ class RayPPOTrainer:
         for start in range(0, len(self.val_set), size):
             indexes = range(start, min(start + size, len(self.val_set)))
             batch = self.val_set.batch(indexes, step=self.step, samples=kwargs.n, pad_token_id=self.pad_token_id)
-            batch = self.groups.actor_rollout.generate(
-                batch,
-                params=params,
-                max_tokens=data.max_response_length,
-                seed=data.seed,
-                step=self.step,
-                stream=VALIDATION,
-            )
+            batch = self.groups.actor_rollout.generate(batch, self.request(params, VALIDATION))
             scored = self.groups.reward.compute_scores(batch)
             samples += [
                 ValSample(data_source=extras["data_source"], uid=uid, score=item.reward.score, extra=item.reward.extra)

@@ -1,5 +1,6 @@
 """The models that the engines run, over Hugging Face models: log-probabilities and values of response tokens."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,15 @@ from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
 from trainer.ppo.limiters import LogitGeometry, logit_geometry
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpec:
+    """Which weights a policy starts from, and the tokens that end and pad a response."""
+
+    path: str
+    eos_token_ids: list[int]
+    pad_token_id: int
 
 
 def load_model(

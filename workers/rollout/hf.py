@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from workers.rollout.sampling import SamplingParams, sample_tokens
+from workers.rollout.sampling import RowStream, SamplingParams, sample_tokens
 
 
 class Responses(NamedTuple):
@@ -55,15 +55,16 @@ class HFRollout:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Tensor, prompt_mask: Tensor, uniform: Tensor, *, params: SamplingParams, max_tokens: int
+        self, prompts: Tensor, prompt_mask: Tensor, rows: RowStream, *, params: SamplingParams, max_tokens: int
     ) -> Responses:
-        """One response per row. prompts [B, P] left-padded; uniform [B, max_tokens] from `uniform_numbers`."""
+        """One response per row. prompts [B, P] left-padded."""
+        uniform = rows.uniform(max_tokens)
         num_rows = len(prompts)
         tokens = torch.full((num_rows, max_tokens), self.pad_token_id, dtype=torch.long)
         log_probs = torch.zeros(num_rows, max_tokens)
         for start in range(0, num_rows, self.max_num_seqs):
-            rows = slice(start, start + self.max_num_seqs)
-            self._decode(prompts[rows], prompt_mask[rows], uniform[rows], params, tokens[rows], log_probs[rows])
+            chunk = slice(start, start + self.max_num_seqs)
+            self._decode(prompts[chunk], prompt_mask[chunk], uniform[chunk], params, tokens[chunk], log_probs[chunk])
         mask = response_mask(tokens, self.eos_token_ids.tolist())
         return Responses(tokens, mask, log_probs.where(mask, 0.0))
 

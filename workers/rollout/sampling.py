@@ -1,6 +1,6 @@
 """Sampling of tokens from logits with given uniform numbers, so that nothing depends on a global generator."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,20 +25,43 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def uniform_numbers(
-    *, seed: int, step: int, stream: int, prompt_index: Sequence[int], sample_index: Sequence[int], num_tokens: int
-) -> Tensor:
-    """Numbers in [0, 1), one per response token: [B, num_tokens] float64, a function of the arguments row by row.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRequest:
+    """How a batch's prompts are answered, besides the prompts. `stream` is TRAIN or VALIDATION."""
+
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    step: int
+    stream: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowStream:
+    """The random numbers of B responses, each a function of (seed, step, stream, prompt, sample) alone.
 
     `stream` keeps validation's numbers apart from training's. The order or the company of rows changes nothing.
     """
-    rows = [
-        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, step, stream, prompt, sample]))).random(
-            num_tokens
-        )
-        for prompt, sample in zip(prompt_index, sample_index, strict=True)
-    ]
-    return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, num_tokens)))
+
+    seed: int
+    step: int
+    stream: int
+    prompt_index: Sequence[int]
+    sample_index: Sequence[int]
+
+    def sequences(self) -> Iterator[np.random.SeedSequence]:
+        """The seed of each row."""
+        for prompt, sample in zip(self.prompt_index, self.sample_index, strict=True):
+            yield np.random.SeedSequence([self.seed, self.step, self.stream, prompt, sample])
+
+    def uniform(self, num_tokens: int) -> Tensor:
+        """Numbers in [0, 1), one per response token: [B, num_tokens] float64."""
+        rows = [np.random.Generator(np.random.Philox(sequence)).random(num_tokens) for sequence in self.sequences()]
+        return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, num_tokens)))
+
+    def seeds(self) -> list[int]:
+        """One 63-bit seed per row, for an engine with generators of its own."""
+        return [int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)) for sequence in self.sequences()]
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

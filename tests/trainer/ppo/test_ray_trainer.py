@@ -16,6 +16,7 @@ from trainer.ppo.core_algos import place_scores
 from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
 from workers.reward.function import Reward
 from workers.reward.group import ScoredText
+from workers.rollout.sampling import TRAIN, RolloutRequest
 
 RESPONSE_TOKENS = 3
 SMALL = [
@@ -44,8 +45,8 @@ class FakeGroups:
         if batch is not None:
             self.batches[name] = batch
 
-    def generate(self, batch: PPOBatch, **arguments: Any) -> PPOBatch:
-        self.note("generate" if arguments["stream"] == 0 else "validate", batch)
+    def generate(self, batch: PPOBatch, request: RolloutRequest) -> PPOBatch:
+        self.note("generate" if request.stream == TRAIN else "validate", batch)
         batch.responses = torch.ones(len(batch), RESPONSE_TOKENS, dtype=torch.long)
         batch.response_mask = torch.ones(len(batch), RESPONSE_TOKENS, dtype=torch.bool)
         batch.loss_mask = batch.response_mask.clone()

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trainer.batch import PPOBatch
-from workers.actor import ActorRollout, PolicySpec
+from workers.actor import ActorRollout
 from workers.engine.fsdp import DeviceContext
-from workers.engine.models import PolicyModel, load_model
+from workers.engine.models import PolicyModel, PolicySpec, load_model
 from workers.engine.pieces import make_piece
 from workers.rollout.hf import HFRollout, Responses, response_mask
-from workers.rollout.sampling import TRAIN, VALIDATION, SamplingParams, uniform_numbers
+from workers.rollout.sampling import TRAIN, VALIDATION, RolloutRequest, RowStream, SamplingParams
 
 CPU = torch.device("cpu")
 LOAD = {"dtype": torch.float32, "override_config": {}, "trust_remote_code": False}
@@ -44,15 +44,14 @@ def decode(
     max_tokens: int = MAX_TOKENS,
     step: int = 1,
 ) -> Responses:
-    uniform = uniform_numbers(
+    rows = RowStream(
         seed=0,
         step=step,
         stream=TRAIN,
         prompt_index=[row["prompt_index"] for row in batch.extras],
         sample_index=[row["sample_index"] for row in batch.extras],
-        num_tokens=max_tokens,
     )
-    return rollout.generate(batch.prompts, batch.prompt_mask, uniform, params=params, max_tokens=max_tokens)
+    return rollout.generate(batch.prompts, batch.prompt_mask, rows, params=params, max_tokens=max_tokens)
 
 
 def as_batch(batch: PPOBatch, responses: Responses) -> PPOBatch:
@@ -308,9 +307,8 @@ def actor(device_context: DeviceContext, configure: Callable, write_model: Calla
 
 
 def sample(actor: ActorRollout, batch: PPOBatch, *, seed: int = 0, step: int = 1, stream: int = TRAIN) -> Tensor:
-    return actor.generate(batch, params=SAMPLED, max_tokens=MAX_TOKENS, seed=seed, step=step, stream=stream)[
-        "responses"
-    ]
+    request = RolloutRequest(params=SAMPLED, max_tokens=MAX_TOKENS, seed=seed, step=step, stream=stream)
+    return actor.generate(batch, request)["responses"]
 
 
 def test_the_samples_of_a_prompt_differ_and_come_back_the_same(

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.rollout.sampling import TRAIN, VALIDATION, SamplingParams, sample_tokens, uniform_numbers
+from workers.rollout.sampling import TRAIN, VALIDATION, RowStream, SamplingParams, sample_tokens
 
 INF = float("inf")
 JUST_BELOW_1 = float(np.nextafter(1.0, 0.0))
 SINGLE = 1e-6  # the log-probabilities are float32: 6e-8 relative, over a handful of operations
 
 
-def numbers(prompts: list[int], samples: list[int], **changes: int) -> Tensor:
-    arguments = {"seed": 1, "step": 2, "stream": TRAIN, "num_tokens": 6} | changes
-    return uniform_numbers(prompt_index=prompts, sample_index=samples, **arguments)
+def numbers(prompts: list[int], samples: list[int], *, num_tokens: int = 6, **changes: int) -> Tensor:
+    arguments = {"seed": 1, "step": 2, "stream": TRAIN} | changes
+    return RowStream(prompt_index=prompts, sample_index=samples, **arguments).uniform(num_tokens)
 
 
 def logits_of(p: list[float]) -> Tensor:
@@ -65,6 +65,16 @@ def test_seed_step_stream_prompt_and_sample_each_give_other_numbers() -> None:
 
 def test_a_longer_limit_only_adds_numbers_at_the_end() -> None:
     assert numbers([4], [0], num_tokens=50)[:, :6].equal(numbers([4], [0]))
+
+
+def test_each_row_has_a_seed_of_its_own_for_an_engine_with_generators() -> None:
+    def seeds(prompts: list[int], samples: list[int], stream: int = TRAIN) -> list[int]:
+        return RowStream(seed=1, step=2, stream=stream, prompt_index=prompts, sample_index=samples).seeds()
+
+    together = seeds([4, 4, 9], [0, 1, 0])
+    assert together == seeds([4], [0]) + seeds([4], [1]) + seeds([9], [0])
+    assert len({*together, *seeds([4, 4, 9], [0, 1, 0], VALIDATION)}) == 6
+    assert all(0 <= seed < 2**63 for seed in together)
 
 
 def test_no_rows_give_no_numbers() -> None:
