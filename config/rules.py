@@ -7,13 +7,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.schema import GovernorConfig
+import yaml
+
+from config.schema import GovernorConfig, RolloutConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Arguments of apply_chat_template that decide what comes back, which is settled here.
 RESERVED_TEMPLATE_KWARGS = {
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+# Keys of rollout that the back end vllm alone reads.
+CPU_TENSOR_PARALLEL = "is for GPUs: on CPU use 1"
+VLLM_KEYS = (
+    "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine", "enable_prefix_caching",
+    "max_model_len", "max_num_batched_tokens",
+)  # fmt: skip
+# Arguments of vLLM's engine that follow from other keys, or from how it is run here.
+RESERVED_ENGINE_KWARGS = {
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "hf_overrides": "actor_rollout_ref.model.override_config",
+    "seed": "data.seed",
+    "enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
+    "tensor_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    **{
+        name: f"actor_rollout_ref.rollout.{name}"
+        for name in (
+            "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching",
+            "gpu_memory_utilization",
+        )
+    },
+    **dict.fromkeys(
+        (
+            "distributed_executor_backend", "generation_config", "load_format", "logprobs_mode", "skip_tokenizer_init",
+            "data_parallel_size", "pipeline_parallel_size", "runner", "worker_cls",
+        )
+    ),
 }  # fmt: skip
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
@@ -55,6 +86,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_data_rules(config),
         *_model_rules(config),
         *_sampling_rules(config),
+        *_engine_rules(config),
         *_limiter_rules(config),
         *_run_rules(config),
     ]
@@ -157,6 +189,55 @@ def _sampling_rules(config: GovernorConfig) -> Iterator[Fault]:
             val.n,
             "greedy decoding gives the same response each time: use n=1, or do_sample=true with a temperature above 0 "
             "and a top_k other than 1",
+        )
+
+
+def _engine_rules(config: GovernorConfig) -> Iterator[Fault]:
+    """Rules of the rollout's back end."""
+    rollout, prefix = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    for key, source, value in (
+        ("prompt_length", "max_prompt_length", config.data.max_prompt_length),
+        ("response_length", "max_response_length", config.data.max_response_length),
+    ):
+        if getattr(rollout, key) != value:
+            yield Fault(f"{prefix}.{key}", getattr(rollout, key), f"follows data.{source}={value}: set that one")
+    if rollout.name != "vllm":
+        shipped = yaml.safe_load((Path(__file__).parent / "rollout" / "default.yaml").read_text(encoding="utf-8"))
+        changed = {f"{prefix}.{key}": getattr(rollout, key) for key in VLLM_KEYS if getattr(rollout, key) != shipped[key]}
+        changed |= {f"{prefix}.engine_kwargs.vllm.{key}": value for key, value in rollout.engine_kwargs.vllm.items()}
+        for key, value in changed.items():
+            yield Fault(key, value, f"is read by vllm alone: drop it, or choose {prefix}.name=vllm")
+        return
+    yield from _vllm_rules(config, rollout, prefix)
+
+
+def _vllm_rules(config: GovernorConfig, rollout: RolloutConfig, prefix: str) -> Iterator[Fault]:
+    for name, key in RESERVED_ENGINE_KWARGS.items():
+        if name in rollout.engine_kwargs.vllm:
+            way_out = f"use {key}" if key else "is set by Governor; drop it"
+            yield Fault(f"{prefix}.engine_kwargs.vllm.{name}", rollout.engine_kwargs.vllm[name], way_out)
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield Fault(
+            f"{prefix}.max_model_len",
+            rollout.max_model_len,
+            f"must hold data.max_prompt_length + data.max_response_length = {longest} tokens",
+        )
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        yield Fault(
+            f"{prefix}.max_num_batched_tokens",
+            rollout.max_num_batched_tokens,
+            f"must hold a token of each of {prefix}.max_num_seqs={rollout.max_num_seqs} responses",
+        )
+    for key, temperature in (("temperature", rollout.temperature), ("val_kwargs.temperature", rollout.val_kwargs.temperature)):
+        if 0 < temperature < 0.01:
+            yield Fault(f"{prefix}.{key}", temperature, "vLLM samples at 0.01 below that: use 0.01 or more, or name=hf")
+    size, devices = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    if size > 1 and config.trainer.device == "cpu":
+        yield Fault(f"{prefix}.tensor_model_parallel_size", size, CPU_TENSOR_PARALLEL)
+    elif devices % size:
+        yield Fault(
+            f"{prefix}.tensor_model_parallel_size", size, f"must divide trainer.n_gpus_per_node={devices}, a node's devices"
         )
 
 
