@@ -18,7 +18,6 @@ RESERVED_TEMPLATE_KWARGS = {
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 # Keys of rollout that the back end vllm alone reads.
-CPU_TENSOR_PARALLEL = "is for GPUs: on CPU use 1"
 VLLM_KEYS = (
     "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine", "enable_prefix_caching",
     "max_model_len", "max_num_batched_tokens",
@@ -202,8 +201,10 @@ def _engine_rules(config: GovernorConfig) -> Iterator[Fault]:
         if getattr(rollout, key) != value:
             yield Fault(f"{prefix}.{key}", getattr(rollout, key), f"follows data.{source}={value}: set that one")
     if rollout.name != "vllm":
-        shipped = yaml.safe_load((Path(__file__).parent / "rollout" / "default.yaml").read_text(encoding="utf-8"))
-        changed = {f"{prefix}.{key}": getattr(rollout, key) for key in VLLM_KEYS if getattr(rollout, key) != shipped[key]}
+        shipped = _shipped_rollout()
+        changed = {
+            f"{prefix}.{key}": getattr(rollout, key) for key in VLLM_KEYS if getattr(rollout, key) != shipped[key]
+        }
         changed |= {f"{prefix}.engine_kwargs.vllm.{key}": value for key, value in rollout.engine_kwargs.vllm.items()}
         for key, value in changed.items():
             yield Fault(key, value, f"is read by vllm alone: drop it, or choose {prefix}.name=vllm")
@@ -229,16 +230,32 @@ def _vllm_rules(config: GovernorConfig, rollout: RolloutConfig, prefix: str) -> 
             rollout.max_num_batched_tokens,
             f"must hold a token of each of {prefix}.max_num_seqs={rollout.max_num_seqs} responses",
         )
-    for key, temperature in (("temperature", rollout.temperature), ("val_kwargs.temperature", rollout.val_kwargs.temperature)):
+    for key, temperature in (
+        ("temperature", rollout.temperature),
+        ("val_kwargs.temperature", rollout.val_kwargs.temperature),
+    ):
         if 0 < temperature < 0.01:
             yield Fault(f"{prefix}.{key}", temperature, "vLLM samples at 0.01 below that: use 0.01 or more, or name=hf")
     size, devices = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
-    if size > 1 and config.trainer.device == "cpu":
-        yield Fault(f"{prefix}.tensor_model_parallel_size", size, CPU_TENSOR_PARALLEL)
-    elif devices % size:
+    if devices % size:
         yield Fault(
-            f"{prefix}.tensor_model_parallel_size", size, f"must divide trainer.n_gpus_per_node={devices}, a node's devices"
+            f"{prefix}.tensor_model_parallel_size",
+            size,
+            f"must divide trainer.n_gpus_per_node={devices}, a node's devices",
         )
+    if (
+        config.trainer.device == "cpu"
+        and rollout.gpu_memory_utilization != _shipped_rollout()["gpu_memory_utilization"]
+    ):
+        yield Fault(
+            f"{prefix}.gpu_memory_utilization",
+            rollout.gpu_memory_utilization,
+            f"has no effect with trainer.device=cpu: use {prefix}.engine_kwargs.vllm.kv_cache_memory_bytes",
+        )
+
+
+def _shipped_rollout() -> dict[str, Any]:
+    return yaml.safe_load((Path(__file__).parent / "rollout" / "default.yaml").read_text(encoding="utf-8"))
 
 
 def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
@@ -341,6 +358,15 @@ def notices(config: GovernorConfig) -> Iterator[str]:
         yield (
             "algorithm.kl_ctrl.kl_coef=0 pays for a reference policy and does nothing; it stays 0 with the adaptive "
             "controller too, which multiplies it."
+        )
+    if (
+        config.actor_rollout_ref.rollout.name == "vllm"
+        and config.trainer.device != "cuda"
+        and config.trainer.cpu_threads > 1
+    ):
+        yield (
+            f"trainer.cpu_threads={config.trainer.cpu_threads} with vLLM on CPU: threads that wait for each other in turn "
+            "can slow a busy machine down many times. Start with OMP_WAIT_POLICY=PASSIVE in the environment, or use 1."
         )
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if updates == 1:

@@ -77,6 +77,9 @@ class VLLMRollout:
         vllm = import_vllm(in_eager_mode=self.arguments["enforce_eager"])
         with _process_as_it_was():
             self.llm = vllm.LLM(**self.arguments)
+            # What its kernels cannot do, some tell with the first request only.
+            greedy = SamplingParams(temperature=0.0)
+            self.llm.generate([{"prompt_token_ids": [0]}], self._sampling(greedy, 0, 1), use_tqdm=False)
         self.has_weights = False
         self.awake = True
 
@@ -87,6 +90,8 @@ class VLLMRollout:
             engine.llm_engine.engine_core.shutdown()
             del engine
             gc.collect()  # the model and the cache are in cycles
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _wake(self) -> None:
         if not self.awake:
@@ -163,8 +168,7 @@ class VLLMRollout:
         assert self.llm is not None, "the engine was ended"
         assert self.has_weights, "no weights were given"
         requests = [
-            (prompt[mask].tolist(), seed)
-            for prompt, mask, seed in zip(prompts, prompt_mask, rows.seeds(), strict=True)
+            (prompt[mask].tolist(), seed) for prompt, mask, seed in zip(prompts, prompt_mask, rows.seeds(), strict=True)
         ]
         try:
             with _process_as_it_was():
@@ -255,7 +259,15 @@ def import_vllm(*, in_eager_mode: bool) -> Any:
 
         torch._dynamo.config.disable = True
     import vllm
+    import vllm.v1.engine.core
 
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    # Ranks that share an engine on CPU would do so through files of shared memory that have the same name in each job and
+    # outlive a process that is killed; without them it is gloo.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    # The end of an engine is not that of the trainer's process group, which vLLM would destroy with its own.
+    vllm.v1.engine.core.cleanup_dist_env_and_memory = lambda: None
     return vllm
 
 
@@ -286,6 +298,9 @@ def engine_arguments(
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
     }
     if on_cpu:
+        # A prompt read in parts has a sample of its own taken back, which torch's generators cannot do on CPU.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, max_model_len)
         arguments["kv_cache_memory_bytes"] = default_cache_bytes(
             hf_config, TORCH_DTYPES[rollout.dtype], tokens=max_model_len, sequences=rollout.max_num_seqs
         )
@@ -294,14 +309,14 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = rollout.free_cache_engine
     size = rollout.tensor_model_parallel_size
     if size > 1:
-        if on_cpu or context.world_size % size:
+        if context.world_size % size:
             raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: "
-                + ("is for GPUs" if on_cpu else f"must divide the {context.world_size} devices of the pool")
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: must divide the {context.world_size} devices "
+                "of the pool"
             )
         arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
         # The process group is there; vLLM asks for these names all the same. Each process sees one GPU, which is its first.
-        os.environ |= {"RANK": str(context.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(context.world_size)}
+        os.environ.update(RANK=str(context.rank), LOCAL_RANK="0", WORLD_SIZE=str(context.world_size))
     return arguments | rollout.engine_kwargs.vllm
 
 
