@@ -25,8 +25,6 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
     ),
     "use actor_rollout_ref.rollout.n": ("*.rollout_n",),
     "use actor_rollout_ref.rollout.max_num_seqs": ("actor_rollout_ref.rollout.micro_batch_size",),
-    "use data.max_prompt_length": ("actor_rollout_ref.rollout.prompt_length",),
-    "use data.max_response_length": ("actor_rollout_ref.rollout.response_length",),
     "use data.seed, the one seed": (
         "*.data_loader_seed",
         "actor_rollout_ref.actor.fsdp_config.seed",
@@ -102,32 +100,28 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
     ),
     "prepare a file with the rows instead; drop it": ("data.custom_cls", "data.datagen"),
     # Not there.
-    "the hf back end decodes on each device by itself and has no engine to set up; drop it": tuple(
+    "an argument of vLLM's engine: use actor_rollout_ref.rollout.engine_kwargs.vllm": tuple(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in ("enable_chunked_prefill", "scheduling_policy", "disable_log_stats")
+    ),
+    "not supported by the back ends hf and vllm here; drop it": tuple(
         f"actor_rollout_ref.rollout.{name}"
         for name in (
             "mode",
-            "tensor_model_parallel_size",
             "data_parallel_size",
             "expert_parallel_size",
             "pipeline_model_parallel_size",
-            "gpu_memory_utilization",
             "ignore_eos",
-            "enforce_eager",
             "cudagraph_capture_sizes",
-            "free_cache_engine",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
             "logprobs_mode",
-            "scheduling_policy",
             "load_format",
             "layered_summon",
-            "disable_log_stats",
             "multi_stage_wake_up",
             "over_sample_rate",
             "skip_tokenizer_init",
-            "engine_kwargs",
+            "update_weights_bucket_megabytes",
+            "engine_kwargs.sglang",
+            "engine_kwargs.trtllm",
             "checkpoint_engine",
             "quantization",
             "quantization_config_file",

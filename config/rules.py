@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from config.pools import GLOBAL_POOL, devices_of, pools_of, role_pools
 from config.schema import GovernorConfig, RolloutConfig
 
@@ -16,6 +18,34 @@ POOL_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")  # it stands in key
 RESERVED_TEMPLATE_KWARGS = {
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+# Keys of rollout that the back end vllm alone reads.
+VLLM_KEYS = (
+    "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine", "enable_prefix_caching",
+    "max_model_len", "max_num_batched_tokens",
+)  # fmt: skip
+# Arguments of vLLM's engine that follow from other keys, or from how it is run here.
+RESERVED_ENGINE_KWARGS = {
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "hf_overrides": "actor_rollout_ref.model.override_config",
+    "seed": "data.seed",
+    "enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
+    "tensor_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    **{
+        name: f"actor_rollout_ref.rollout.{name}"
+        for name in (
+            "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching",
+            "gpu_memory_utilization",
+        )
+    },
+    **dict.fromkeys(
+        (
+            "distributed_executor_backend", "generation_config", "load_format", "logprobs_mode", "skip_tokenizer_init",
+            "data_parallel_size", "pipeline_parallel_size", "runner", "worker_cls",
+        )
+    ),
 }  # fmt: skip
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
@@ -62,6 +92,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_memory_rules(config),
         *_sampling_rules(config),
         *_correction_rules(config),
+        *_engine_rules(config),
         *_limiter_rules(config),
         *_run_rules(config),
     ]
@@ -247,6 +278,73 @@ def _cuts(rollout: RolloutConfig) -> str:
     )
 
 
+def _engine_rules(config: GovernorConfig) -> Iterator[Fault]:
+    """Rules of the rollout's back end."""
+    rollout, prefix = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    for key, source, value in (
+        ("prompt_length", "max_prompt_length", config.data.max_prompt_length),
+        ("response_length", "max_response_length", config.data.max_response_length),
+    ):
+        if getattr(rollout, key) != value:
+            yield Fault(f"{prefix}.{key}", getattr(rollout, key), f"follows data.{source}={value}: set that one")
+    if rollout.name != "vllm":
+        shipped = _shipped_rollout()
+        changed = {
+            f"{prefix}.{key}": getattr(rollout, key) for key in VLLM_KEYS if getattr(rollout, key) != shipped[key]
+        }
+        changed |= {f"{prefix}.engine_kwargs.vllm.{key}": value for key, value in rollout.engine_kwargs.vllm.items()}
+        for key, value in changed.items():
+            yield Fault(key, value, f"is read by vllm alone: drop it, or choose {prefix}.name=vllm")
+        return
+    yield from _vllm_rules(config, rollout, prefix)
+
+
+def _vllm_rules(config: GovernorConfig, rollout: RolloutConfig, prefix: str) -> Iterator[Fault]:
+    for name, key in RESERVED_ENGINE_KWARGS.items():
+        if name in rollout.engine_kwargs.vllm:
+            way_out = f"use {key}" if key else "is set by Governor; drop it"
+            yield Fault(f"{prefix}.engine_kwargs.vllm.{name}", rollout.engine_kwargs.vllm[name], way_out)
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield Fault(
+            f"{prefix}.max_model_len",
+            rollout.max_model_len,
+            f"must hold data.max_prompt_length + data.max_response_length = {longest} tokens",
+        )
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        yield Fault(
+            f"{prefix}.max_num_batched_tokens",
+            rollout.max_num_batched_tokens,
+            f"must hold a token of each of {prefix}.max_num_seqs={rollout.max_num_seqs} responses",
+        )
+    for key, temperature in (
+        ("temperature", rollout.temperature),
+        ("val_kwargs.temperature", rollout.val_kwargs.temperature),
+    ):
+        if 0 < temperature < 0.01:
+            yield Fault(f"{prefix}.{key}", temperature, "vLLM samples at 0.01 below that: use 0.01 or more, or name=hf")
+    size, devices = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    if devices % size:
+        yield Fault(
+            f"{prefix}.tensor_model_parallel_size",
+            size,
+            f"must divide trainer.n_gpus_per_node={devices}, a node's devices",
+        )
+    if (
+        config.trainer.device == "cpu"
+        and rollout.gpu_memory_utilization != _shipped_rollout()["gpu_memory_utilization"]
+    ):
+        yield Fault(
+            f"{prefix}.gpu_memory_utilization",
+            rollout.gpu_memory_utilization,
+            f"has no effect with trainer.device=cpu: use {prefix}.engine_kwargs.vllm.kv_cache_memory_bytes",
+        )
+
+
+def _shipped_rollout() -> dict[str, Any]:
+    return yaml.safe_load((Path(__file__).parent / "rollout" / "default.yaml").read_text(encoding="utf-8"))
+
+
 def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
     algorithm = config.algorithm
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
@@ -357,6 +455,15 @@ def notices(config: GovernorConfig) -> Iterator[str]:
     for name in config.trainer.resource_pools:
         if name not in pools_of(config):
             yield f"trainer.resource_pools.{name} is not opened: none of the roles that it is for is in this run."
+    if (
+        config.actor_rollout_ref.rollout.name == "vllm"
+        and config.trainer.device != "cuda"
+        and config.trainer.cpu_threads > 1
+    ):
+        yield (
+            f"trainer.cpu_threads={config.trainer.cpu_threads} with vLLM on CPU: threads that wait for each other in turn "
+            "can slow a busy machine down many times. Start with OMP_WAIT_POLICY=PASSIVE in the environment, or use 1."
+        )
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if updates == 1:
         yield (

@@ -167,10 +167,17 @@ class ValKwargsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EngineKwargsConfig:
+    """`actor_rollout_ref.rollout.engine_kwargs`: passed on to a back end's engine as they are."""
+
+    vllm: dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """`actor_rollout_ref.rollout`: sampling of responses, and the batches of the old log-probabilities."""
 
-    name: Literal["hf"]
+    name: Literal["hf", "vllm"]
     n: PositiveInt
     temperature: PositiveFloat
     top_k: Annotated[int, Ge(-1)]
@@ -178,6 +185,16 @@ class RolloutConfig:
     min_p: Annotated[float, Ge(0), Lt(1)]
     dtype: Literal["float32", "bfloat16"]
     max_num_seqs: PositiveInt
+    tensor_model_parallel_size: PositiveInt
+    gpu_memory_utilization: Probability
+    enforce_eager: bool | None
+    free_cache_engine: bool
+    enable_prefix_caching: bool
+    prompt_length: PositiveInt
+    response_length: PositiveInt
+    max_model_len: PositiveInt | None
+    max_num_batched_tokens: PositiveInt
+    engine_kwargs: EngineKwargsConfig
     log_prob_micro_batch_size_per_gpu: PositiveInt | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: PositiveInt

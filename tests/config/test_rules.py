@@ -52,6 +52,7 @@ def fault_of(changes: dict[str, Any]) -> str:
     return lines[0].strip()
 
 
+VLLM = {f"{ROLLOUT}.name": "vllm"}
 CORRECTION = "algorithm.rollout_correction"
 CASES = {
     "weights compare with what bypass mode replaces": (
@@ -81,6 +82,67 @@ CASES = {
         {"actor_rollout_ref.ref.fsdp_config.optimizer_offload": True},
         "actor_rollout_ref.ref.fsdp_config.optimizer_offload=true: the reference has no optimizer: set it to false",
         {"actor_rollout_ref.ref.fsdp_config.param_offload": True, f"{ACTOR}.fsdp_config.optimizer_offload": True},
+    ),
+    "tokens of a prompt follow data": (
+        {f"{ROLLOUT}.prompt_length": 64},
+        f"{ROLLOUT}.prompt_length=64: follows data.max_prompt_length=32: set that one",
+        {f"{ROLLOUT}.prompt_length": 32},
+    ),
+    "tokens of a response follow data": (
+        {f"{ROLLOUT}.response_length": 64},
+        f"{ROLLOUT}.response_length=64: follows data.max_response_length=5: set that one",
+        {f"{ROLLOUT}.response_length": 5},
+    ),
+    "the hf back end reads no key of vLLM's": (
+        {f"{ROLLOUT}.gpu_memory_utilization": 0.8},
+        f"{ROLLOUT}.gpu_memory_utilization=0.8: is read by vllm alone: drop it, or choose {ROLLOUT}.name=vllm",
+        {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8},
+    ),
+    "the hf back end has no engine to pass arguments to": (
+        {f"{ROLLOUT}.engine_kwargs.vllm": {"swap_space": 4}},
+        f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4: is read by vllm alone: drop it, or choose {ROLLOUT}.name=vllm",
+        {**VLLM, f"{ROLLOUT}.engine_kwargs.vllm": {"swap_space": 4}},
+    ),
+    "an argument of the engine that is a key is said there": (
+        {**VLLM, f"{ROLLOUT}.engine_kwargs.vllm": {"max_num_seqs": 4}},
+        f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=4: use {ROLLOUT}.max_num_seqs",
+        {**VLLM, f"{ROLLOUT}.max_num_seqs": 4},
+    ),
+    "an argument of the engine that the weights' way depends on is refused": (
+        {**VLLM, f"{ROLLOUT}.engine_kwargs.vllm": {"load_format": "auto"}},
+        f"{ROLLOUT}.engine_kwargs.vllm.load_format=auto: is set by Governor; drop it",
+        {**VLLM, f"{ROLLOUT}.engine_kwargs.vllm": {"block_size": 32}},
+    ),
+    "vLLM makes room for the longest row": (
+        {**VLLM, f"{ROLLOUT}.max_model_len": 36},
+        f"{ROLLOUT}.max_model_len=36: must hold data.max_prompt_length + data.max_response_length = 37 tokens",
+        {**VLLM, f"{ROLLOUT}.max_model_len": 37},
+    ),
+    "a forward of vLLM's holds a token of each response": (
+        {**VLLM, f"{ROLLOUT}.max_num_batched_tokens": 255},
+        f"{ROLLOUT}.max_num_batched_tokens=255: must hold a token of each of {ROLLOUT}.max_num_seqs=256 responses",
+        {**VLLM, f"{ROLLOUT}.max_num_batched_tokens": 256},
+    ),
+    "vLLM has a lowest temperature": (
+        {**VLLM, f"{ROLLOUT}.temperature": 0.005},
+        f"{ROLLOUT}.temperature=0.005: vLLM samples at 0.01 below that: use 0.01 or more, or name=hf",
+        {f"{ROLLOUT}.temperature": 0.005},
+    ),
+    "vLLM's lowest temperature holds in validation, where 0 is greedy": (
+        {**VLLM, f"{ROLLOUT}.val_kwargs.temperature": 0.005},
+        f"{ROLLOUT}.val_kwargs.temperature=0.005: vLLM samples at 0.01 below that: use 0.01 or more, or name=hf",
+        {**VLLM, f"{ROLLOUT}.val_kwargs.temperature": 0},
+    ),
+    "an engine's devices are on one node": (
+        {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 2},
+        f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1, a node's devices",
+        {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 4},
+    ),
+    "a share of the GPU's memory has no effect on CPU": (
+        {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cpu"},
+        f"{ROLLOUT}.gpu_memory_utilization=0.8: has no effect with trainer.device=cpu: use "
+        f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes",
+        {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cuda"},
     ),
     "actor's mini-batch divides the step's prompts": (
         {f"{ACTOR}.ppo_mini_batch_size": 60},

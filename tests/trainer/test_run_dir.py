@@ -167,7 +167,7 @@ SAFE = {
 UNSAFE = {
     "data__seed": 77,
     "data__train_batch_size": 128,
-    "data__max_response_length": 6,
+    "data__truncation": "left",
     "data__shuffle": False,
     "data__generator__num_train": 1024,
     "actor_rollout_ref__actor__clip_ratio_high": 0.3,

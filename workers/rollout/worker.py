@@ -29,8 +29,12 @@ class RolloutBackend(Protocol):
 
 
 def make_backend(context: DeviceContext, config: ActorRolloutRefConfig, spec: PolicySpec) -> RolloutBackend:
-    """The back end of `rollout.name`."""
+    """The back end of `rollout.name`. All devices of a pool call this together."""
     rollout = config.rollout
+    if rollout.name == "vllm":
+        from workers.rollout.vllm import VLLMRollout
+
+        return VLLMRollout(context, config, spec)
     sampler = load_model(
         AutoModelForCausalLM,
         spec.path,
