@@ -119,7 +119,6 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
             "multi_stage_wake_up",
             "over_sample_rate",
             "skip_tokenizer_init",
-            "update_weights_bucket_megabytes",
             "engine_kwargs.sglang",
             "engine_kwargs.trtllm",
             "checkpoint_engine",
