@@ -78,6 +78,11 @@ class ModelConfig:
     custom_chat_template: str | None
     trust_remote_code: bool
     override_config: dict[str, Any]
+    lora_rank: NonNegativeInt
+    lora_alpha: PositiveInt
+    target_modules: str | list[str]
+    exclude_modules: str | list[str] | None
+    lora_adapter_path: str | None
     random_init: RandomInitConfig
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from config.schema import ActorRolloutRefConfig, FSDPConfig, OptimConfig
 from trainer.batch import PPOBatch, require
@@ -14,7 +15,8 @@ from trainer.errors import DivergedError
 from trainer.ppo.core_algos import LossCounts
 from trainer.ppo.limiters import LimiterProbe
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
-from workers.engine.models import PolicyModel, PolicySpec
+from workers.engine.lora import LoraEngine
+from workers.engine.models import PolicyModel, PolicySpec, load_model
 from workers.engine.pieces import Piece, make_piece
 from workers.losses import LossShare, ppo_loss
 from workers.rollout.sampling import RolloutRequest
@@ -33,13 +35,16 @@ def load_policy(
     spec: PolicySpec, config: ActorRolloutRefConfig, context: DeviceContext, fsdp: FSDPConfig, optim: OptimConfig | None
 ) -> FSDPEngine:
     """An engine over the policy's weights, trained (`optim`) or not (None)."""
-    module = PolicyModel.load(
+    model = load_model(
+        AutoModelForCausalLM,
         spec.path,
         dtype=torch.float64 if fsdp.dtype == "float64" else torch.float32,
         override_config=config.model.override_config,
         trust_remote_code=config.model.trust_remote_code,
     )
-    return FSDPEngine(module, context=context, config=fsdp, optim=optim)
+    if spec.adapter is not None:
+        return LoraEngine(model, spec.adapter, context=context, config=fsdp, optim=optim)
+    return FSDPEngine(PolicyModel(model), context=context, config=fsdp, optim=optim)
 
 
 @torch.no_grad()
@@ -93,6 +98,15 @@ class ActorRollout:
             self.engine, batch, micro_batches, temperature=self.config.rollout.temperature, with_entropy=True
         )
         return {"old_log_probs": out["log_prob"], "entropys": out["entropy"]}
+
+    def compute_ref_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
+        """With LoRA, `ref_log_prob` [B, R] by the policy at the start of the run, which needs no second model."""
+        assert isinstance(self.engine, LoraEngine), "the reference is a role of its own"
+        with self.engine.reference():
+            out = score_tokens(
+                self.engine, batch, micro_batches, temperature=self.config.rollout.temperature, with_entropy=False
+            )
+        return {"ref_log_prob": out["log_prob"]}
 
     def update(self, batch: PPOBatch, updates: list[LocalUpdate], lr: float) -> list[UpdateOutcome]:
         """The updates, in order."""
