@@ -144,13 +144,14 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
         "reward.reward_manager",
     ),
     "generated code is not run; drop it": ("sandbox_fusion", "reward.sandbox_fusion"),
-    "LoRA is not supported yet; drop it": (
-        "*.lora",
-        "*.lora_rank",
-        "*.lora_alpha",
-        "*.lora_adapter_path",
-        "*.target_modules",
-        "*.exclude_modules",
+    "use actor_rollout_ref.model.lora_rank": ("actor_rollout_ref.model.lora",),
+    "the critic is trained whole, also where the policy has a LoRA adapter; drop it": (
+        "critic.model.lora",
+        "critic.model.lora_rank",
+        "critic.model.lora_alpha",
+        "critic.model.lora_adapter_path",
+        "critic.model.target_modules",
+        "critic.model.exclude_modules",
     ),
     "images, videos and sound are not supported; drop it": (
         "data.image_key",

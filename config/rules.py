@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_data_rules(config),
         *_model_rules(config),
         *_memory_rules(config),
+        *_lora_rules(config),
         *_sampling_rules(config),
         *_correction_rules(config),
         *_engine_rules(config),
@@ -228,6 +229,36 @@ def _memory_rules(config: GovernorConfig) -> Iterator[Fault]:
             True,
             "the reference has no optimizer: set it to false",
         )
+
+
+def _lora_rules(config: GovernorConfig) -> Iterator[Fault]:
+    model, prefix = config.actor_rollout_ref.model, "actor_rollout_ref.model"
+    if model.lora_rank == 0:
+        if model.lora_adapter_path is not None:
+            rule = f"needs {prefix}.lora_rank, the adapter's own: r in its adapter_config.json"
+            yield Fault(f"{prefix}.lora_adapter_path", model.lora_adapter_path, rule)
+        return
+    if not model.target_modules:
+        yield Fault(
+            f"{prefix}.target_modules", model.target_modules, "names no layer: use all-linear, or a list of names"
+        )
+    pools = role_pools(config)
+    if config.uses_reference and pools["ref"] != pools["actor"]:
+        yield Fault(
+            "trainer.role_pools.ref",
+            pools["ref"],
+            f"with LoRA the reference is the actor's model without its adapter: set it to {pools['actor']}, the actor's",
+        )
+    actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
+    for field in fields(ref) if config.uses_reference else ():
+        wanted, value = getattr(actor, field.name), getattr(ref, field.name)
+        if value != wanted:
+            yield Fault(
+                f"actor_rollout_ref.ref.fsdp_config.{field.name}",
+                value,
+                "with LoRA the reference is the actor's model without its adapter: drop it, or set it to "
+                f"actor_rollout_ref.actor.fsdp_config.{field.name}={shown(wanted)}",
+            )
 
 
 def _sampling_rules(config: GovernorConfig) -> Iterator[Fault]:
@@ -464,6 +495,8 @@ def notices(config: GovernorConfig) -> Iterator[str]:
             f"trainer.cpu_threads={config.trainer.cpu_threads} with vLLM on CPU: threads that wait for each other in turn "
             "can slow a busy machine down many times. Start with OMP_WAIT_POLICY=PASSIVE in the environment, or use 1."
         )
+    if config.actor_rollout_ref.model.lora_rank and config.uses_critic:
+        yield "LoRA is the policy's: the critic is trained whole, as a second model with an optimizer of its full size."
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if updates == 1:
         yield (

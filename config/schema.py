@@ -80,6 +80,11 @@ class ModelConfig:
     override_config: dict[str, Any]
     enable_gradient_checkpointing: bool
     logits_chunk_size: PositiveInt | None
+    lora_rank: NonNegativeInt
+    lora_alpha: PositiveInt
+    target_modules: str | list[str]
+    exclude_modules: str | list[str] | None
+    lora_adapter_path: str | None
     random_init: RandomInitConfig
 
 

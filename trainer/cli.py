@@ -17,6 +17,7 @@ USAGE = """governor train [key=value …]     train; without overrides the defau
 governor train experiment=NAME   another job of config/experiment/
 governor config [key=value …]    print the whole configuration, checked and resolved
 governor report RUN_DIR          write RUN_DIR/report.html anew
+governor export RUN_DIR --out DIR    the policy of a run or checkpoint; --merged: a LoRA adapter merged into its base
 governor train --multirun ablation=NAME     a sweep of config/ablation/, or key=1,2,3
 governor compare DIR…            compare runs, or the members of a sweep
 governor replay BATCH_DIR --checkpoint DIR key=a,b   one kept batch, many settings
@@ -81,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a run's report.html anew")
     report.set_defaults(run=_report)
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    export = commands.add_parser("export", help="write the policy of a run or checkpoint to a folder of its own")
+    export.set_defaults(run=_export)
+    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's newest checkpoint, or the one")
+    export.add_argument("--out", type=Path, required=True, help="the folder to make")
+    export.add_argument("--merged", action="store_true", help="merge a LoRA adapter into its base")
+    export.add_argument("--base", type=Path, help="where the base is, if it was moved")
     compare = commands.add_parser("compare", help="compare runs or the members of a sweep")
     compare.set_defaults(run=_compare)
     compare.add_argument(
@@ -129,6 +136,13 @@ def _report(arguments: argparse.Namespace) -> int:
     from trainer.report.page import write_report
 
     print(write_report(arguments.run_dir))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from trainer.export import export
+
+    print(export(arguments.source, arguments.out, merged=arguments.merged, base=arguments.base))
     return 0
 
 

@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ from trainer.data.tokenizer import PolicyTokenizer, load_tokenizer
 from trainer.display import Display
 from trainer.errors import ConfigError, DataError, GovernorError
 from trainer.metrics import Metrics
-from trainer.plan import batch_plan
+from trainer.plan import adapter_line, batch_plan
 from trainer.random_model import build_random_model
 from trainer.rollouts import AboutBatch, save_batch
 from trainer.run_dir import RunDir, last_step
 from trainer.samples import sample_rows
 from trainer.tracking import Trackers
+from workers.engine.lora import ADAPTER_FILES, StartAdapter, prepare_adapter
+from workers.engine.models import AdapterSpec, PolicySpec
 
 if TYPE_CHECKING:
     from workers.pool import Pools
@@ -45,9 +47,11 @@ class FileRecord:
         tokenizer: PolicyTokenizer,
         config: GovernorConfig,
         model_path: str,
+        adapter_path: str | None,
     ) -> None:
         self.run_dir, self.trackers, self.display = run_dir, trackers, display
-        self.tokenizer, self.config, self.model_path = tokenizer, config, model_path
+        self.tokenizer, self.config = tokenizer, config
+        self.model_path, self.adapter_path = model_path, adapter_path
 
     def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
         """One line per update in `updates.jsonl`."""
@@ -73,6 +77,7 @@ class FileRecord:
             eos_token_ids=self.tokenizer.eos_token_ids,
             pad_token_id=self.tokenizer.pad_token_id,
             model_path=self.model_path,
+            adapter_path=self.adapter_path,
         )
         save_batch(root, batch, about, self.config)
 
@@ -156,6 +161,7 @@ class RunParts:
     checkpoint: Checkpoint | None  # where it goes on from
     last_recorded_step: int  # in metrics.jsonl, after what lies behind the checkpoint was cut off
     model_path: str  # of the run's first weights
+    adapter: StartAdapter | None  # with LoRA, the first one on them
     tokenizer: PolicyTokenizer
     train_set: PromptDataset
     val_set: PromptDataset | None
@@ -168,6 +174,7 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
     for notice in notices(config):
         display.notice(notice)
     path = _model_path(config, run_dir)
+    adapter = _start_adapter(config, run_dir, path, checkpoint)
     tokenizer = load_tokenizer(path, config.actor_rollout_ref.model)
     for notice in tokenizer.notices:
         display.notice(notice)
@@ -195,6 +202,7 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
         checkpoint=checkpoint,
         last_recorded_step=done if only_looks else last_step(run_dir.read("metrics.jsonl")),
         model_path=path,
+        adapter=adapter,
         tokenizer=tokenizer,
         train_set=train_set,
         val_set=val_set,
@@ -211,7 +219,10 @@ def _run_recorded(parts: RunParts) -> int:
     config, run_dir, display = parts.config, parts.run_dir, parts.display
     run_dir.write_config(config)
     run_dir.write_state("running", exit_code=None, reason=None, seed=config.data.seed)
-    display.plan(batch_plan(config, num_train_rows=len(parts.train_set), num_steps=parts.num_steps))
+    plan = batch_plan(config, num_train_rows=len(parts.train_set), num_steps=parts.num_steps)
+    display.plan(
+        plan if parts.adapter is None else [*plan, adapter_line(config.actor_rollout_ref.model, parts.adapter)]
+    )
     trackers = _make_trackers(config, run_dir, display)
     run_dir.write_state("running", tracker_ids=trackers.run_ids())
     try:
@@ -238,11 +249,11 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
 
     from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
     from trainer.ray_session import start_ray
-    from workers.engine.models import PolicySpec
     from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
     from workers.reward.group import RewardGroup
 
     config, checkpoint, tokenizer = parts.config, parts.checkpoint, parts.tokenizer
+    roles, reference, critic = config.actor_rollout_ref, None, None
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
     parts.signals.install()
@@ -253,16 +264,10 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
         pool_of = {role: pools[name] for role, name in role_pools(config).items()}
         folder = None if checkpoint is None else checkpoint.folder
         first = parts.model_path
-        tokens = {"eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
-        roles, reference, critic = config.actor_rollout_ref, None, None
-        actor = ActorRolloutGroup(
-            pool_of["actor"],
-            roles,
-            PolicySpec(path=str(folder / "actor") if folder else first, **tokens),
-            rollout_pool=pool_of["rollout"],
-        )
+        policy, first_policy = _policies(parts)
+        actor = ActorRolloutGroup(pool_of["actor"], roles, policy, rollout_pool=pool_of["rollout"])
         if config.uses_reference:
-            reference = ReferenceGroup(pool_of["ref"], roles, PolicySpec(path=first, **tokens))
+            reference = ReferenceGroup(pool_of["ref"], roles, first_policy)
         if config.uses_critic:
             critic = CriticGroup(
                 pool_of["critic"],
@@ -271,6 +276,8 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
                 seed=config.data.seed,
                 max_response_length=config.data.max_response_length,
             )
+
+        adapter_path = None if parts.adapter is None else parts.adapter.path
 
         def save_beside(aside: str) -> None:
             pools.save_rng(aside)
@@ -283,7 +290,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             val_set=parts.val_set,
             pad_token_id=tokenizer.pad_token_id,
             num_steps=parts.num_steps,
-            record=FileRecord(parts.run_dir, trackers, parts.display, tokenizer, config, first),
+            record=FileRecord(parts.run_dir, trackers, parts.display, tokenizer, config, first, adapter_path),
             checkpoints=CheckpointStore(
                 parts.run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep
             ),
@@ -304,6 +311,20 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             reward.shutdown()
         if started_ray:
             ray.shutdown()
+
+
+def _policies(parts: RunParts) -> tuple[PolicySpec, PolicySpec]:
+    """The policy that is trained, as it goes on, and the run's first, which is the reference."""
+    tokens = parts.tokenizer
+    first = PolicySpec(path=parts.model_path, eos_token_ids=tokens.eos_token_ids, pad_token_id=tokens.pad_token_id)
+    here = None if parts.checkpoint is None else str(parts.checkpoint.folder / "actor")
+    if parts.adapter is None:
+        return (first if here is None else replace(first, path=here)), first
+    # A fresh adapter changes nothing: without it stands the reference. A trained one is kept as it was at the start.
+    trained = parts.config.actor_rollout_ref.model.lora_adapter_path is not None
+    kept = parts.adapter.path if trained and parts.config.uses_reference else None
+    policy = replace(first, adapter=AdapterSpec(path=here or parts.adapter.path, reference=kept))
+    return policy, policy
 
 
 def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> "Pools":
@@ -370,6 +391,30 @@ def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
                 "local folder, for example one made by scripts/prepare_smollm2.py."
             )
     return model.path
+
+
+def _start_adapter(
+    config: GovernorConfig, run_dir: RunDir, base: str, checkpoint: Checkpoint | None
+) -> StartAdapter | None:
+    """With LoRA, the run's first adapter, built in the run directory where the configuration names none.
+
+    Raises:
+        ConfigError: peft is missing, layers that cannot have an adapter, or an adapter that does not fit; the
+            checkpoint's too.
+    """
+    model = config.actor_rollout_ref.model
+    actor = None if checkpoint is None else checkpoint.folder / "actor"
+    if model.lora_rank == 0:
+        if actor is not None and (actor / ADAPTER_FILES[0]).exists():
+            raise ConfigError(
+                f"actor_rollout_ref.model.lora_rank=0: {actor} holds a LoRA adapter; a run cannot change over. Merge it with "
+                "governor export --merged, and start a new run from that model."
+            )
+        return None
+    adapter, shape = prepare_adapter(model, base, run_dir.root / "adapter", seed=config.data.seed)
+    if actor is not None:
+        shape.check(str(actor))
+    return adapter
 
 
 def _load_data(

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from config.pools import devices_of, num_devices, pools_of, role_pools
-from config.schema import GovernorConfig
+from config.schema import GovernorConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from workers.engine.lora import StartAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +62,14 @@ def _lines(config: GovernorConfig, num_train_rows: int, num_steps: int) -> Itera
             micro = str(-(-share // size))
             how = f"{share} rows per device, at most {size} each ({size * longest} tokens)"
         yield PlanLine(f"{name} micro-batches per update", micro, how)
+
+
+def adapter_line(model: ModelConfig, adapter: "StartAdapter") -> PlanLine:
+    """What a LoRA adapter trains of the policy."""
+    kinds = sorted({name.rsplit(".", 1)[-1] for name in adapter.layers})
+    return PlanLine(
+        "trained parameters",
+        f"{adapter.num_trained:,}",
+        f"LoRA of rank {model.lora_rank}, alpha {model.lora_alpha}, on {len(adapter.layers)} layers ({', '.join(kinds)}); "
+        f"{adapter.num_trained / adapter.num_base:.2%} of the policy's {adapter.num_base:,}",
+    )

@@ -8,7 +8,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +169,14 @@ def _one(saved: SavedBatch, start: Path | None, config: GovernorConfig, pool: An
     """One setting's metrics: stages 7 to 9, the probe, and how far the weights moved."""
     from trainer.data.dataset import PromptDataset
     from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
-    from workers.engine.models import PolicySpec
+    from workers.engine.models import AdapterSpec, PolicySpec
     from workers.groups import ActorRolloutGroup
 
     about = saved.about
-    first = str(start / "actor") if start else about.model_path
+    first = str(start / "actor") if start else about.adapter_path or about.model_path
     spec = PolicySpec(path=first, eos_token_ids=about.eos_token_ids, pad_token_id=about.pad_token_id)
+    if about.adapter_path is not None:
+        spec = replace(spec, path=about.model_path, adapter=AdapterSpec(path=first, reference=None))
     actor = ActorRolloutGroup(pool, config.actor_rollout_ref, spec)
     if start is not None:
         actor.load_optimizer(str(start))
@@ -200,7 +202,7 @@ def _one(saved: SavedBatch, start: Path | None, config: GovernorConfig, pool: An
 
 
 def _distance(before: Path, after: Path) -> float:
-    """Euclidean distance of two models' weights."""
+    """Euclidean distance of two models' weights, with LoRA of two adapters'."""
     old, new = (
         dict(itertools.chain.from_iterable(load_file(path).items() for path in sorted(folder.glob("*.safetensors"))))
         for folder in (before, after)

@@ -30,6 +30,7 @@ class AboutBatch:
     eos_token_ids: list[int]
     pad_token_id: int
     model_path: str  # the run's first weights
+    adapter_path: str | None = None  # with LoRA, its first adapter on them
 
 
 @dataclass(frozen=True, slots=True)

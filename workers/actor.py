@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from config.schema import ActorRolloutRefConfig, FSDPConfig, OptimConfig
 from trainer.batch import PPOBatch, require
@@ -15,7 +16,8 @@ from trainer.ppo.core_algos import LossCounts
 from trainer.ppo.limiters import LimiterProbe
 from workers.engine.flops import ModelSize, model_size, peak_flops
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
-from workers.engine.models import PolicyModel, PolicySpec
+from workers.engine.lora import LoraEngine, attach_adapters
+from workers.engine.models import PolicyModel, PolicySpec, load_model
 from workers.engine.pieces import Piece, make_piece
 from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, ppo_loss
@@ -36,16 +38,21 @@ def load_policy(
     spec: PolicySpec, config: ActorRolloutRefConfig, context: DeviceContext, fsdp: FSDPConfig, optim: OptimConfig | None
 ) -> FSDPEngine:
     """An engine over the policy's weights, trained (`optim`) or not (None)."""
-    module = PolicyModel.load(
+    model = load_model(
+        AutoModelForCausalLM,
         spec.path,
         dtype=torch.float64 if fsdp.dtype == "float64" else torch.float32,
         override_config=config.model.override_config,
         trust_remote_code=config.model.trust_remote_code,
-        logits_chunk_size=config.model.logits_chunk_size,
     )
+    if spec.adapter is not None:
+        attach_adapters(model, spec.adapter)
+    policy = PolicyModel(model, logits_chunk_size=config.model.logits_chunk_size)
     if optim is not None and config.model.enable_gradient_checkpointing:
-        recompute_layers(module)
-    return FSDPEngine(module, context=context, config=fsdp, optim=optim)
+        recompute_layers(policy)
+    if spec.adapter is not None:
+        return LoraEngine(policy, spec.adapter, context=context, config=fsdp, optim=optim)
+    return FSDPEngine(policy, context=context, config=fsdp, optim=optim)
 
 
 @torch.no_grad()
@@ -98,6 +105,15 @@ class Actor:
             self.engine, batch, micro_batches, temperature=self.config.rollout.temperature, with_entropy=True
         )
         return {"old_log_probs": out["log_prob"], "entropys": out["entropy"]}
+
+    def compute_ref_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
+        """With LoRA, `ref_log_prob` [B, R] by the policy at the start of the run, which needs no second model."""
+        assert isinstance(self.engine, LoraEngine), "the reference is a role of its own"
+        with self.engine.reference():
+            out = score_tokens(
+                self.engine, batch, micro_batches, temperature=self.config.rollout.temperature, with_entropy=False
+            )
+        return {"ref_log_prob": out["log_prob"]}
 
     def update(self, batch: PPOBatch, updates: list[LocalUpdate], lr: float) -> list[UpdateOutcome]:
         """The updates, in order."""

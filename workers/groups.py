@@ -160,14 +160,16 @@ class ActorRolloutGroup:
 
 
 class ReferenceGroup:
-    """The policy at the start of the run."""
+    """The policy at the start of the run: a role of its own, or with LoRA the actor's model, which must be there."""
 
     NAME = "reference"
 
     def __init__(self, pool: ResourcePool, config: ActorRolloutRefConfig, spec: PolicySpec) -> None:
         self.pool = pool
         self.config = config
-        pool.build(self.NAME, Reference, config, spec)
+        self.role = self.NAME if spec.adapter is None else ActorRolloutGroup.NAME
+        if spec.adapter is None:
+            pool.build(self.NAME, Reference, config, spec)
 
     def compute_ref_log_prob(self, batch: PPOBatch) -> PPOBatch:
         """Fill `ref_log_prob`."""
@@ -177,7 +179,7 @@ class ReferenceGroup:
             max_rows=ref.log_prob_micro_batch_size_per_gpu,
             max_tokens=ref.log_prob_max_token_len_per_gpu,
         )
-        return _score(self.pool, self.NAME, "compute_log_prob", batch, bound)
+        return _score(self.pool, self.role, "compute_ref_log_prob", batch, bound)
 
 
 class CriticGroup:

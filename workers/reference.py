@@ -17,7 +17,7 @@ class Reference:
         self.temperature = config.rollout.temperature
         self.engine = load_policy(spec, config, context, config.ref.fsdp_config, None)
 
-    def compute_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
+    def compute_ref_log_prob(self, batch: PPOBatch, micro_batches: list[np.ndarray]) -> dict[str, Tensor]:
         """`ref_log_prob` [B, R] of the batch's responses, at the sampling temperature."""
         out = score_tokens(self.engine, batch, micro_batches, temperature=self.temperature, with_entropy=False)
         return {"ref_log_prob": out["log_prob"]}

@@ -111,19 +111,25 @@ class FSDPEngine:
         assert self.optimizer is not None, "only what is trained is saved"
         weights, slots = {}, {}
         with self.loaded(optimizer=True):
-            for key, parameter in self.hf_model.named_parameters():
+            for key, parameter in self.saved_parameters():
                 weights[key] = full_value(parameter.detach()).cpu()
                 for slot, value in self.optimizer.state.get(parameter, {}).items():
                     slots[f"{key}/{slot}"] = full_value(value).cpu()
         if self.context.rank != 0:
             return
-        if getattr(self.hf_model, "generation_config", None) is not None:
-            self.hf_model.generation_config.do_sample = True  # else transformers refuses to save a temperature
-        self.hf_model.save_pretrained(folder / name, state_dict=weights)
+        self.write_model(folder / name, weights)
         if slots:
             save_file({key: value.contiguous() for key, value in slots.items()}, self._optimizer_path(folder, name))
         for path in [self._optimizer_path(folder, name), *(folder / name).iterdir()]:
             fsync(path)
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and sharded value of each parameter that a checkpoint holds."""
+        return self.hf_model.named_parameters()
+
+    def write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write a model's folder on this rank."""
+        write_model(self.hf_model, folder, weights)
 
     def load_optimizer(self, folder: Path, name: str) -> None:
         """Go on from the optimizer state that `save` wrote, on any number of ranks; without a file it starts anew."""
@@ -196,13 +202,19 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def make_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `….optim`; its learning rate is set anew before every update."""
+    """The optimizer of `….optim` over what is trained; its learning rate is set anew before every update."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if optim.optimizer == "SGD":
-        return torch.optim.SGD(module.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
+        return torch.optim.SGD(trained, lr=optim.lr, weight_decay=optim.weight_decay)
     betas = (optim.betas[0], optim.betas[1])
-    return torch.optim.AdamW(
-        module.parameters(), lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    return torch.optim.AdamW(trained, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
+
+
+def write_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write a Hugging Face model's folder with these weights."""
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.do_sample = True  # else transformers refuses to save a temperature
+    model.save_pretrained(folder, state_dict=weights)
 
 
 def fsync(path: Path) -> None:

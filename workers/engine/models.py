@@ -15,12 +15,21 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSpec:
+    """Folders of a policy's LoRA adapters, in peft's format."""
+
+    path: str  # the one that is trained, as it stands
+    reference: str | None  # the frozen one of the reference; None: the reference has none, or there is no reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
     """Which weights a policy starts from, and the tokens that end and pad a response."""
 
     path: str
     eos_token_ids: list[int]
     pad_token_id: int
+    adapter: AdapterSpec | None = None  # with LoRA, on the frozen weights of `path`
 
 
 def load_model(
