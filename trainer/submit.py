@@ -37,6 +37,7 @@ STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"  # read by the job's supervisor,
 REWARD_PATH = "reward.custom_reward_function.path"
 TAIL_CHARACTERS = 20_000
 MAX_TRIES, RETRY_S, POLL_S = 30, 2.0, 0.5
+AGENT_WAIT_S = 60.0
 KILLED = JobEnd(137, "stopped, and killed before it had saved; the same command goes on from its newest checkpoint")
 
 
@@ -80,12 +81,24 @@ def submit(submission: Submission, *, address: str | None, wait: bool) -> int:
             "env_vars": environment,
         }
         with _requests_to(address):
-            job_id = client.submit_job(entrypoint=submission.entrypoint(), runtime_env=runtime_env)
+            job_id = _send(client, submission.entrypoint(), runtime_env)
     say(f"Job {job_id} is sent to {address} with {len(files)} files of {submission.working_dir.resolve()}")
     if not wait:
         say(_hints(address, job_id))
         return 0
     return _follow(client, address, job_id)
+
+
+def _send(client: "JobSubmissionClient", entrypoint: str, runtime_env: dict[str, Any]) -> str:
+    """Send the job; its id. A head that has just started has no agent yet that takes jobs, and is asked again."""
+    deadline = time.monotonic() + AGENT_WAIT_S
+    while True:
+        try:
+            return client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env)
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_S)
 
 
 def follow(job_id: str, *, address: str | None) -> int:
