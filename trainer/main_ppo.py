@@ -23,6 +23,7 @@ from trainer.errors import ConfigError, DataError, GovernorError
 from trainer.metrics import Metrics
 from trainer.plan import adapter_line, batch_plan
 from trainer.random_model import build_random_model
+from trainer.ray_job import check_folders
 from trainer.rollouts import AboutBatch, save_batch
 from trainer.run_dir import RunDir, last_step
 from trainer.samples import sample_rows
@@ -131,6 +132,7 @@ def run(config: GovernorConfig) -> int:
     Raises:
         GovernorError: the run could not go on; `run.json` says so too.
     """
+    check_folders(flatten(to_plain(config)))
     run_dir = RunDir(Path(config.trainer.default_local_dir).resolve())
     run_dir.acquire()
     display = Display(num_steps=0, console="console" in config.trainer.logger)
