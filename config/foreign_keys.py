@@ -26,7 +26,6 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
     "use actor_rollout_ref.rollout.n": ("*.rollout_n",),
     "use actor_rollout_ref.rollout.max_num_seqs": ("actor_rollout_ref.rollout.micro_batch_size",),
     "use data.max_prompt_length": ("actor_rollout_ref.rollout.prompt_length",),
-    "use data.max_response_length": ("actor_rollout_ref.rollout.response_length",),
     "use data.seed, the one seed": (
         "*.data_loader_seed",
         "actor_rollout_ref.actor.fsdp_config.seed",
@@ -139,10 +138,21 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
         "data.tool_config_path",
         "data.function_tool_path",
     ),
-    "reward models are not supported yet; rewards are functions, see reward": (
+    "its parts are in reward: use reward.reward_model, reward.reward_manager.name and reward.reward_kwargs": (
         "reward_model",
-        "reward.reward_model",
-        "reward.reward_manager",
+    ),
+    "use data.max_response_length": ("actor_rollout_ref.rollout.response_length", "reward.reward_kwargs.max_resp_len"),
+    "naive and dapo are the reward managers; for rules of your own use reward.custom_reward_function": (
+        "reward.reward_manager.source",
+        "reward.reward_manager.module",
+    ),
+    "reward models run on the devices of the other roles; drop it": (
+        "reward.reward_model.enable_resource_pool",
+        "reward.reward_model.n_gpus_per_node",
+        "reward.reward_model.nnodes",
+    ),
+    "reward models are sequence-classification models, which do not generate; drop it": (
+        "reward.reward_model.rollout",
     ),
     "generated code is not run; drop it": ("sandbox_fusion", "reward.sandbox_fusion"),
     "LoRA is not supported yet; drop it": (

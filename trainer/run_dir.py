@@ -21,7 +21,7 @@ SAFE_KEYS = (
     "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*", "trainer.max_ckpt_to_keep",
     "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", "*.optim.lr*", "*.optim.min_lr_ratio",
     "*.optim.num_cycles", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
-    "reward.num_workers", "reward.timeout_s", "ray_kwargs.*",
+    "reward.num_workers", "reward.timeout_s", "reward.custom_reward_function.max_concurrency", "ray_kwargs.*",
 )  # fmt: skip
 SERIES = ("metrics.jsonl", "updates.jsonl", "samples.jsonl")
 PACKAGES = ("governor-rl", "torch", "ray", "transformers", "tensordict", "numpy")
