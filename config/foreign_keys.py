@@ -138,10 +138,21 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
         "data.tool_config_path",
         "data.function_tool_path",
     ),
-    "reward models are not supported yet; rewards are functions, see reward": (
+    "its parts are in reward: use reward.reward_model, reward.reward_manager.name and reward.reward_kwargs": (
         "reward_model",
-        "reward.reward_model",
-        "reward.reward_manager",
+    ),
+    "use data.max_response_length": ("reward.reward_kwargs.max_resp_len",),
+    "naive and dapo are the reward managers; for rules of your own use reward.custom_reward_function": (
+        "reward.reward_manager.source",
+        "reward.reward_manager.module",
+    ),
+    "use trainer.resource_pools and trainer.role_pools.reward_model": (
+        "reward.reward_model.enable_resource_pool",
+        "reward.reward_model.n_gpus_per_node",
+        "reward.reward_model.nnodes",
+    ),
+    "reward models are sequence-classification models, which do not generate; drop it": (
+        "reward.reward_model.rollout",
     ),
     "generated code is not run; drop it": ("sandbox_fusion", "reward.sandbox_fusion"),
     "use actor_rollout_ref.model.lora_rank": ("actor_rollout_ref.model.lora",),

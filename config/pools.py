@@ -13,6 +13,8 @@ def role_pools(config: GovernorConfig) -> dict[str, str]:
         pools["ref"] = placed.ref
     if config.uses_critic:
         pools["critic"] = placed.critic
+    if config.reward.reward_model.enable:
+        pools["reward_model"] = placed.reward_model
     return pools
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from config.gym_tasks import GYM_TASKS
 from config.pools import GLOBAL_POOL, devices_of, pools_of, role_pools
 from config.schema import GovernorConfig, RolloutConfig
 
@@ -95,6 +96,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_correction_rules(config),
         *_engine_rules(config),
         *_limiter_rules(config),
+        *_reward_rules(config),
         *_run_rules(config),
     ]
 
@@ -180,6 +182,13 @@ def _data_rules(config: GovernorConfig) -> Iterator[Fault]:
             data.generator.name,
             "excludes data.train_files: set the one to null or the other to []",
         )
+    task = data.generator.task
+    if data.generator.name == "reasoning_gym" and task not in GYM_TASKS:
+        yield Fault("data.generator.task", task or "null", f"must be one of {', '.join(GYM_TASKS)}")
+    if data.generator.name != "reasoning_gym":
+        for key, value in (("task", task), ("task_kwargs", data.generator.task_kwargs)):
+            if value:
+                yield Fault(f"data.generator.{key}", value, "needs data.generator.name=reasoning_gym")
     for key in ("train_max_samples", "val_max_samples"):
         if getattr(data, key) == 0:
             yield Fault(f"data.{key}", 0, "leaves no row: use -1 for all, or a number above 0")
@@ -418,9 +427,50 @@ def _run_rules(config: GovernorConfig) -> Iterator[Fault]:
         )
     if trainer.val_only and not (config.data.val_files or config.data.generator.name):
         yield Fault("trainer.val_only", True, "needs data.val_files")
-    custom = config.reward.custom_reward_function
+
+
+def _reward_rules(config: GovernorConfig) -> Iterator[Fault]:
+    custom, model = config.reward.custom_reward_function, config.reward.reward_model
     if custom.path is not None:
         yield from _reward_function_faults(Path(custom.path), custom.name)
+    elif custom.batched:
+        yield Fault("reward.custom_reward_function.batched", True, "needs reward.custom_reward_function.path")
+    overlong, limit = config.reward.reward_kwargs.overlong_buffer_cfg, config.data.max_response_length
+    key = "reward.reward_kwargs.overlong_buffer_cfg"
+    if overlong.enable and config.reward.reward_manager.name != "dapo":
+        yield Fault(f"{key}.enable", True, "needs reward.reward_manager.name=dapo")
+    if overlong.enable and not (overlong.len and overlong.len <= limit):
+        value = "null" if overlong.len is None else overlong.len
+        yield Fault(f"{key}.len", value, f"must be from 1 to data.max_response_length={limit} tokens")
+    if model.enable:
+        yield from _reward_model_rules(config)
+
+
+def _reward_model_rules(config: GovernorConfig) -> Iterator[Fault]:
+    custom, model, key = config.reward.custom_reward_function, config.reward.reward_model, "reward.reward_model"
+    if model.model_path is None or not (Path(model.model_path) / "config.json").is_file():
+        yield Fault(
+            f"{key}.model_path",
+            model.model_path or "null",
+            "must be the folder of a Hugging Face sequence-classification model (with a config.json); nothing is downloaded",
+        )
+    if model.combine == "replace" and custom.path is not None:
+        yield Fault(
+            f"{key}.combine",
+            "replace",
+            f"would leave reward.custom_reward_function.path={custom.path} without effect: set it to null, or combine=add",
+        )
+    if model.coef == 0 and model.combine == "replace":
+        yield Fault(f"{key}.coef", 0, "leaves no reward with combine=replace")
+    if model.use_dynamic_bsz and model.max_length and model.forward_max_token_len_per_gpu < model.max_length:
+        yield Fault(
+            f"{key}.forward_max_token_len_per_gpu",
+            model.forward_max_token_len_per_gpu,
+            f"must hold the longest conversation, reward.reward_model.max_length={model.max_length} tokens",
+        )
+    for name in sorted(RESERVED_TEMPLATE_KWARGS & set(model.apply_chat_template_kwargs)):
+        value = model.apply_chat_template_kwargs[name]
+        yield Fault(f"{key}.apply_chat_template_kwargs.{name}", value, "is set by Governor; drop it")
 
 
 def _reward_function_faults(path: Path, name: str) -> Iterator[Fault]:

@@ -26,7 +26,9 @@ ComputeDtype = Literal["float32", "bfloat16", "float64"]
 class GeneratorConfig:
     """Procedural rows in place of files: `data.generator`."""
 
-    name: Literal["copy", "addition"] | None
+    name: Literal["copy", "addition", "reasoning_gym"] | None
+    task: str | None
+    task_kwargs: dict[str, Any]
     num_train: PositiveInt
     num_val: PositiveInt
     num_digits: PositiveInt
@@ -278,7 +280,54 @@ class CustomRewardFunctionConfig:
 
     path: str | None
     name: str
+    batched: bool
+    max_concurrency: PositiveInt
     reward_kwargs: dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardManagerConfig:
+    """`reward.reward_manager`: how the parts of a score become one."""
+
+    name: Literal["naive", "dapo"]
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongBufferConfig:
+    """`reward.reward_kwargs.overlong_buffer_cfg`: the penalty of reward manager `dapo` for long responses."""
+
+    enable: bool
+    len: PositiveInt | None
+    penalty_factor: NonNegativeFloat
+    log: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardKwargsConfig:
+    """`reward.reward_kwargs`: settings of the reward manager."""
+
+    overlong_buffer_cfg: OverlongBufferConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig:
+    """`reward.reward_model`: a sequence-classification model that scores conversations."""
+
+    enable: bool
+    model_path: str | None
+    combine: Literal["replace", "add"]
+    coef: NonNegativeFloat
+    tokenizer_path: str | None
+    custom_chat_template: str | None
+    apply_chat_template_kwargs: dict[str, Any]
+    trust_remote_code: bool
+    override_config: dict[str, Any]
+    max_length: PositiveInt | None
+    truncation: Literal["error", "left", "right"]
+    micro_batch_size_per_gpu: PositiveInt | None
+    use_dynamic_bsz: bool
+    forward_max_token_len_per_gpu: PositiveInt
+    fsdp_config: FSDPConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -286,6 +335,9 @@ class RewardConfig:
     """`reward`: scores of responses."""
 
     custom_reward_function: CustomRewardFunctionConfig
+    reward_manager: RewardManagerConfig
+    reward_kwargs: RewardKwargsConfig
+    reward_model: RewardModelConfig
     num_workers: PositiveInt
     timeout_s: PositiveFloat
 
@@ -306,6 +358,7 @@ class RolePoolsConfig:
     rollout: str
     ref: str
     critic: str
+    reward_model: str
 
 
 @dataclass(kw_only=True, slots=True)

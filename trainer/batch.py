@@ -37,7 +37,7 @@ class PPOBatch(TensorClass, shadow=True):
     """
 
     uid: list  # [B] str, one per prompt; the responses to a prompt share it
-    extras: list  # [B] dict of the row: data_source, ground_truth, extra_info, prompt_index, sample_index
+    extras: list  # [B] dict of the row: prompt, data_source, ground_truth, extra_info, prompt_index, sample_index
     prompts: Tensor  # [B, P] int64
     prompt_mask: Tensor  # [B, P] bool, false on the left padding
     responses: Tensor | None = None  # [B, R] int64

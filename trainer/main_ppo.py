@@ -13,7 +13,7 @@ from torch import Tensor
 from config.load import flatten, to_plain
 from config.pools import pools_of, role_pools
 from config.rules import notices
-from config.schema import GovernorConfig
+from config.schema import GovernorConfig, RewardConfig
 from trainer.batch import PPOBatch
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, load_dataset, steps_per_epoch
@@ -169,6 +169,11 @@ class RunParts:
     val_set: PromptDataset | None
     num_steps: int
 
+    def data_sources(self) -> set[str]:
+        """Of all rows."""
+        sets = [self.train_set] if self.val_set is None else [self.train_set, self.val_set]
+        return {row.data_source for dataset in sets for row in dataset.rows}
+
 
 def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: StopSignals) -> int:
     """The parts of a run in order: old run, model, data, then the steps."""
@@ -252,16 +257,18 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
     from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
     from trainer.ray_session import start_ray
     from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
-    from workers.reward.group import RewardGroup
+    from workers.reward.group import RewardFunctions, RewardGroup
+    from workers.reward.manager import uses_functions
 
     config, checkpoint, tokenizer = parts.config, parts.checkpoint, parts.tokenizer
     roles, reference, critic = config.actor_rollout_ref, None, None
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
     parts.signals.install()
-    reward, pools = None, None
+    functions, pools = None, None
     try:
-        reward = RewardGroup(config.reward, tokenizer.tokenizer, tokenizer.eos_token_ids, log_dir=str(logs))
+        if uses_functions(config.reward):
+            functions = RewardFunctions(config.reward, parts.data_sources(), log_dir=str(logs))
         pools = open_pools(config, logs)
         pool_of = {role: pools[name] for role, name in role_pools(config).items()}
         folder = None if checkpoint is None else checkpoint.folder
@@ -280,6 +287,14 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             )
 
         adapter_path = None if parts.adapter is None else parts.adapter.path
+        reward = RewardGroup(
+            config.reward,
+            tokenizer.tokenizer,
+            tokenizer.eos_token_ids,
+            max_response_length=config.data.max_response_length,
+            functions=functions,
+            model=make_reward_model(config.reward, pool_of),
+        )
 
         def save_beside(aside: str) -> None:
             pools.save_rng(aside)
@@ -309,8 +324,8 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
     finally:
         if pools is not None:
             pools.shutdown()
-        if reward is not None:
-            reward.shutdown()
+        if functions is not None:
+            functions.shutdown()
         if started_ray:
             ray.shutdown()
 
@@ -351,6 +366,13 @@ def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | N
             if names is None or name in names
         ]
     )
+
+
+def make_reward_model(config: RewardConfig, pool_of: Mapping[str, Any]) -> Any:
+    """The reward model's group, where the configuration has one."""
+    from workers.reward.model_group import RewardModelGroup
+
+    return RewardModelGroup(pool_of["reward_model"], config.reward_model) if config.reward_model.enable else None
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -427,7 +449,7 @@ def _load_data(
     Raises:
         DataError: rows that cannot be used, too few of them, or a data source that nothing can score.
     """
-    from workers.reward.scorers import SCORERS
+    from workers.reward.manager import uses_functions
 
     data = config.data
     train_set = load_dataset(data, "train", tokenizer)
@@ -441,19 +463,40 @@ def _load_data(
                 f"Of the {name} prompts {dataset.num_filtered} were longer than data.max_prompt_length={data.max_prompt_length} "
                 f"and left out, {dataset.num_truncated} cut ({data.truncation})."
             )
-        unknown = {row.data_source: row.where for row in dataset.rows if row.data_source not in SCORERS}
-        if unknown and config.reward.custom_reward_function.path is None:
-            source, where = next(iter(unknown.items()))
-            raise DataError(
-                f"{where}: no built-in scorer for data source {source!r} (there are {', '.join(sorted(SCORERS))}); set "
-                "reward.custom_reward_function.path and .name"
-            )
+        if uses_functions(config.reward) and config.reward.custom_reward_function.path is None:
+            _check_scorers({row.data_source: row.where for row in dataset.rows})
     if len(train_set) < data.train_batch_size:
         raise DataError(
             f"{len(train_set)} training prompts do not fill one step of data.train_batch_size={data.train_batch_size}; "
             "lower it, or add rows"
         )
     return train_set, val_set
+
+
+def _check_scorers(sources: Mapping[str, str]) -> None:
+    """Check that there is a built-in scorer for each data source; `sources` says where one is met.
+
+    Raises:
+        ConfigError: its package is not installed.
+        DataError: there is none.
+    """
+    from config.gym_tasks import GYM_PREFIX
+    from workers.reward.scorers import SCORERS
+    from workers.reward.verifiers import missing_extra
+
+    for source, where in sources.items():
+        if source not in SCORERS:
+            known = ", ".join(sorted(name for name in SCORERS if not name.startswith(GYM_PREFIX)))
+            raise DataError(
+                f"{where}: no built-in scorer for data source {source!r} (there are {known}, and {GYM_PREFIX}TASK); set "
+                "reward.custom_reward_function.path and .name, or score with reward.reward_model and combine=replace alone"
+            )
+        extra = missing_extra(source)
+        if extra is not None:
+            raise ConfigError(
+                f"{where}: data source {source!r} is scored by a package that is not installed: pip install "
+                f"'governor-rl[{extra}]'"
+            )
 
 
 def _num_steps(config: GovernorConfig, train_set: PromptDataset) -> int:

@@ -81,6 +81,15 @@ def extra_metrics(extras: Sequence[dict[str, Any]]) -> Metrics:
     return {f"reward_extra/{name}/mean": sum(values) / len(values) for name, values in sorted(columns.items())}
 
 
+def part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
+    """The spread of each part of the scores, over the rows that have it."""
+    names = sorted({name for row in parts for name in row})
+    metrics: Metrics = {}
+    for name in names:
+        metrics |= _spread(f"reward/{name}", torch.tensor([row[name] for row in parts if name in row]))
+    return metrics
+
+
 def update_metrics(updates: Sequence[Metrics]) -> Metrics:
     """A step's figure of each metric of its updates: the mean over those that have it; for some also the last update's."""
     columns: dict[str, list[float]] = {}

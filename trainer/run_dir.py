@@ -23,7 +23,7 @@ SAFE_KEYS = (
     "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", "*.optim.lr*", "*.optim.min_lr_ratio",
     "*.optim.num_cycles", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
     "reward.num_workers", "reward.timeout_s", "ray_kwargs.*", "*.fsdp_config.param_offload", "*.fsdp_config.optimizer_offload",
-    "*.model.enable_gradient_checkpointing",
+    "*.model.enable_gradient_checkpointing", "reward.custom_reward_function.max_concurrency",
 )  # fmt: skip
 SERIES = ("metrics.jsonl", "updates.jsonl", "samples.jsonl")
 PACKAGES = ("governor-rl", "torch", "ray", "transformers", "tensordict", "numpy")

@@ -13,6 +13,7 @@ import torch
 from config.schema import DataConfig
 from trainer.batch import PPOBatch, per_row
 from trainer.data.generated import Split, generate_rows
+from trainer.data.gym import gym_rows
 from trainer.data.rows import Prompt, Row, check_row, load_rows
 from trainer.data.tokenizer import PolicyTokenizer
 from trainer.errors import DataError
@@ -57,6 +58,7 @@ class PromptDataset:
                 "data_source": self.rows[i].data_source,
                 "ground_truth": self.rows[i].ground_truth,
                 "extra_info": self.rows[i].extra_info,
+                "prompt": self.rows[i].prompt,
             }
             for i in chosen
             for sample in range(samples)
@@ -85,14 +87,17 @@ def load_dataset(config: DataConfig, split: Split, tokenizer: PolicyTokenizer) -
     keys = {"prompt_key": config.prompt_key, "reward_fn_key": config.reward_fn_key}
     if config.generator.name and not files:
         task = config.generator
-        raw = generate_rows(
-            config.generator.name,
-            split=split,
-            num_rows=task.num_train if split == "train" else task.num_val,
-            num_digits=task.num_digits,
-            max_digit=task.max_digit,
-            seed=config.seed,
-        )
+        if config.generator.name == "reasoning_gym":
+            raw = gym_rows(task, split=split, seed=config.seed)
+        else:
+            raw = generate_rows(
+                config.generator.name,
+                split=split,
+                num_rows=task.num_train if split == "train" else task.num_val,
+                num_digits=task.num_digits,
+                max_digit=task.max_digit,
+                seed=config.seed,
+            )
         rows = [
             check_row(row, f"generated {split} row {number}", prompt_key="prompt", reward_fn_key="data_source")
             for number, row in enumerate(raw, start=1)

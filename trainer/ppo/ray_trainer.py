@@ -14,7 +14,7 @@ from trainer.batch import PPOBatch, require
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, batch_indexes
 from trainer.errors import DivergedError
-from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, timing_metrics, update_metrics
+from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, part_metrics, timing_metrics, update_metrics
 from trainer.ppo.advantages import AdvantageResult, compute_advantages
 from trainer.ppo.core_algos import apply_kl_penalty, get_kl_controller
 from trainer.ppo.limiters import entropy_metrics, probe_metrics, reward_kl_metrics
@@ -165,6 +165,7 @@ class RayPPOTrainer:
         if batch.entropys is not None:
             metrics |= entropy_metrics(*require(batch, "entropys", "response_mask"))
         metrics |= extra_metrics([item.reward.extra for item in scored])
+        metrics |= part_metrics([item.parts for item in scored])
         metrics |= timing_metrics(timer, batch, num_devices=all_devices(config))
         metrics |= {"training/global_step": self.step, "training/epoch": self.epoch()}
         return metrics
@@ -382,7 +383,12 @@ class RayPPOTrainer:
             batch = self.groups.actor_rollout.generate(batch, self.request(params, VALIDATION))
             scored = self.groups.reward.compute_scores(batch)
             samples += [
-                ValSample(data_source=extras["data_source"], uid=uid, score=item.reward.score, extra=item.reward.extra)
+                ValSample(
+                    data_source=extras["data_source"],
+                    uid=uid,
+                    score=item.reward.score,
+                    extra=item.parts | item.reward.extra,
+                )
                 for uid, extras, item in zip(batch.uid, batch.extras, scored, strict=True)
             ]
         return validation_metrics(samples)

@@ -3,13 +3,14 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import RewardError
 from workers.reward.scorers import SCORERS
+from workers.reward.verifiers import prepare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,9 @@ class RewardFunctionSpec:
     path: str | None
     name: str
     kwargs: dict[str, Any]
+    batched: bool  # takes lists, all rows in one call
+    max_concurrency: int  # rows that an `async def` function scores at once
+    packages: list[str]  # what the built-in scorers of the run's data sources import
 
     @property
     def label(self) -> str:
@@ -48,6 +52,7 @@ class Reward:
 def load_function(spec: RewardFunctionSpec) -> Callable[..., Any]:
     """The function to call; importing the user's file runs its code."""
     if spec.path is None:
+        prepare(spec.packages)
         return lambda data_source, **arguments: SCORERS[data_source](data_source, **arguments)  # pyright: ignore[reportCallIssue]
     path = Path(spec.path).resolve()
     sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
@@ -66,14 +71,50 @@ def call_function(function: Callable[..., Any], spec: RewardFunctionSpec, row: R
     Raises:
         RewardError: what came back is not a reward. What the function itself raises goes through.
     """
-    value = function(
-        data_source=row.data_source,
-        solution_str=row.solution_str,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
+    return as_reward(function(**_arguments(row), **spec.kwargs), spec.label, row.row)
+
+
+async def call_async(function: Callable[..., Any], spec: RewardFunctionSpec, row: RewardRow) -> Reward:
+    """The same of an `async def` function."""
+    return as_reward(await function(**_arguments(row), **spec.kwargs), spec.label, row.row)
+
+
+def call_batched(function: Callable[..., Any], spec: RewardFunctionSpec, rows: Sequence[RewardRow]) -> list[Reward]:
+    """The rewards of all rows, from one call with lists.
+
+    Raises:
+        RewardError: not one reward per row came back.
+    """
+    values = function(
+        data_sources=[row.data_source for row in rows],
+        solution_strs=[row.solution_str for row in rows],
+        ground_truths=[row.ground_truth for row in rows],
+        extra_infos=[row.extra_info for row in rows],
         **spec.kwargs,
     )
-    return as_reward(value, spec.label, row.row)
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise RewardError(
+            f"{spec.label} returned {type(values).__name__} for {span(rows)}; with "
+            "reward.custom_reward_function.batched=true it returns a list of rewards"
+        )
+    values = list(values)
+    if len(values) != len(rows):
+        raise RewardError(f"{spec.label} returned {len(values)} rewards for {span(rows)}; one per row is wanted")
+    return [as_reward(value, spec.label, row.row) for value, row in zip(values, rows, strict=True)]
+
+
+def span(rows: Sequence[RewardRow]) -> str:
+    """How messages call several rows."""
+    return rows[0].row if len(rows) == 1 else f"{len(rows)} rows, from {rows[0].row} to {rows[-1].row}"
+
+
+def _arguments(row: RewardRow) -> dict[str, Any]:
+    return {
+        "data_source": row.data_source,
+        "solution_str": row.solution_str,
+        "ground_truth": row.ground_truth,
+        "extra_info": row.extra_info,
+    }
 
 
 def as_reward(value: Any, function: str, row: str) -> Reward:

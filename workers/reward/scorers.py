@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from config.gym_tasks import GYM_PREFIX, GYM_TASKS
+from workers.reward.verifiers import MATH_SOURCES, score_gym, score_math
+
 Scorer = Callable[[str, str, str, Mapping[str, Any] | None], dict[str, float | str]]
 
 ANSWER_MARKER = "####"
@@ -103,4 +106,6 @@ SCORERS: dict[str, Scorer] = {
     "addition": score_addition,
     "openai/gsm8k": score_gsm8k,
     "gsm8k": score_gsm8k,
+    **dict.fromkeys(MATH_SOURCES, score_math),
+    **{f"{GYM_PREFIX}{task}": score_gym for task in GYM_TASKS},
 }

@@ -275,6 +275,7 @@ def test_a_batch_carries_each_rows_extras() -> None:
         "data_source": "s1",
         "ground_truth": 1,
         "extra_info": {"index": 1},
+        "prompt": "x",
     }
 
 

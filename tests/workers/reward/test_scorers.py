@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from config.gym_tasks import GYM_TASKS
 from workers.reward.scorers import SCORERS, score_addition, score_copy, score_gsm8k
 
 KNOWN_FAULTS = Path(__file__).parents[2] / "data" / "known_faults.json"
-# Boxed answers wait for the math scorer; by name, so that a new case cannot slip past.
+# Boxed answers are the math scorer's (test_verifiers.py); by name, so that a new case cannot slip past.
 BOXED_CASES = {"answer_14", "answer_16", "answer_17"}
 ANSWER_CASES = [
     case
@@ -140,9 +141,17 @@ def test_addition_never_matches_an_empty_ground_truth() -> None:
 
 
 def test_every_data_source_has_its_scorer() -> None:
-    assert {name: scorer.__name__ for name, scorer in SCORERS.items()} == {
+    names = {name: scorer.__name__ for name, scorer in SCORERS.items()}
+    assert {name for name, scorer in names.items() if scorer == "score_gym"} == {
+        f"reasoning_gym/{task}" for task in GYM_TASKS
+    }
+    assert {name: scorer for name, scorer in names.items() if scorer != "score_gym"} == {
         "copy": "score_copy",
         "addition": "score_addition",
         "openai/gsm8k": "score_gsm8k",
         "gsm8k": "score_gsm8k",
+        "math": "score_math",
+        "lighteval/MATH": "score_math",
+        "DigitalLearningGmbH/MATH-lighteval": "score_math",
+        "HuggingFaceH4/MATH-500": "score_math",
     }
