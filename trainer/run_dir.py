@@ -22,6 +22,7 @@ SAFE_KEYS = (
     "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*", "trainer.max_ckpt_to_keep",
     "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", "*.optim.lr*", "*.optim.min_lr_ratio",
     "*.optim.num_cycles", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "reward.num_workers", "reward.timeout_s", "ray_kwargs.*", "*.fsdp_config.param_offload", "*.fsdp_config.optimizer_offload",
     "*.model.enable_gradient_checkpointing", "reward.custom_reward_function.max_concurrency",
 )  # fmt: skip

@@ -6,6 +6,7 @@ depends on the whole batch (shares, micro-batches, counts) is decided here, on t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from config.schema import ActorRolloutRefConfig, CriticConfig
 from trainer.batch import PPOBatch, real_lengths, require
-from trainer.errors import WorkerLostError
+from trainer.errors import CheckpointError, WorkerLostError
 from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
 from workers.actor import Actor, ActorRollout, LocalUpdate
@@ -152,7 +153,7 @@ class ActorRolloutGroup:
 
     def save(self, folder: str) -> None:
         """Write the policy and its optimizer into a checkpoint's folder."""
-        self.pool.call_all(self.NAME, "save", folder)
+        _save(self.pool, self.NAME, folder, "actor")
 
     def load_optimizer(self, folder: str) -> None:
         """Go on from a checkpoint's optimizer."""
@@ -221,11 +222,25 @@ class CriticGroup:
 
     def save(self, folder: str) -> None:
         """Write the value model and its optimizer into a checkpoint's folder."""
-        self.pool.call_all(self.NAME, "save", folder)
+        _save(self.pool, self.NAME, folder, "critic")
 
     def load_optimizer(self, folder: str) -> None:
         """Go on from a checkpoint's optimizer."""
         self.pool.call_all(self.NAME, "load_optimizer", folder)
+
+
+def _save(pool: ResourcePool, role: str, folder: str, saved_as: str) -> None:
+    """Let the role write its part of a checkpoint.
+
+    Raises:
+        CheckpointError: it did, on the disk of another machine.
+    """
+    pool.call_all(role, "save", folder)
+    if not (Path(folder) / saved_as).is_dir():
+        raise CheckpointError(
+            f"{folder}: pool {pool.spec.name} has written {saved_as}/ where the driver cannot see it. All nodes must share the "
+            "disk of trainer.default_local_dir."
+        )
 
 
 # --- dealing out and putting together --------------------------------------------------------------------------------

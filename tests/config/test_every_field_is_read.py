@@ -1,4 +1,4 @@
-"""No key is accepted and ignored: for each field of the schema there is code in `trainer/` or `workers/` that reads it.
+"""No key is accepted and ignored: for each field of the schema there is code in `trainer/`, `workers/` or `config/pools.py` that reads it.
 
 The readers are found in the sources' syntax trees by following names from their annotations (`config: ActorConfig`)
 through assignments, loops and `self`. Code that reads a group's fields without naming them is listed in `SPREADS`.
@@ -30,7 +30,12 @@ Names = dict[str, set[str]]  # variable, and the classes of the schema that it m
 
 
 def fields_of(cls: str) -> dict[str, Any]:
-    return {field.name: field_type(CLASSES[cls], field.name) for field in dataclasses.fields(CLASSES[cls])}
+    """Its fields' types; of a mapping of groups the group's."""
+    kinds = {field.name: field_type(CLASSES[cls], field.name) for field in dataclasses.fields(CLASSES[cls])}
+    return {
+        name: next((part for part in typing.get_args(kind) if part in CLASSES.values()), kind)
+        for name, kind in kinds.items()
+    }
 
 
 def all_fields(cls: str = "GovernorConfig") -> Iterator[Read]:
@@ -129,9 +134,9 @@ def reads_of(text: str) -> set[Read]:
 @pytest.fixture(scope="module")
 def reads() -> set[Read]:
     found: set[Read] = set()
-    for folder in ("trainer", "workers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            found |= reads_of(path.read_text(encoding="utf-8"))
+    paths = [path for folder in ("trainer", "workers") for path in (ROOT / folder).rglob("*.py")]
+    for path in [*paths, ROOT / "config/pools.py"]:
+        found |= reads_of(path.read_text(encoding="utf-8"))
     for _, _, cls in SPREADS:
         found |= {(cls, name) for name in fields_of(cls)}
     return found

@@ -19,14 +19,16 @@ from config.load import (
     flatten,
     load_config,
     open_mappings,
+    overrides_of,
     read_yaml,
     to_plain,
     to_yaml,
     unknown_key_text,
     walk_keys,
 )
-from config.schema import GovernorConfig
+from config.schema import GovernorConfig, PoolConfig
 
+POOLS = "trainer.resource_pools"
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
 # Where the files of a group are put, as the defaults lists say.
 PACKAGES = {
@@ -270,8 +272,8 @@ def test_all_faults_of_overrides_come_in_one_message() -> None:
         "foo: is not an override of the form key=value (special signs in a value need quotes): "
         "missing EQUAL at '<EOF>'",
         "data.seed: is a key of the schema: write data.seed=…, without the leading +",
-        "actor_rollout_ref.hybrid_engine=true: all roles share the devices of trainer.nnodes and "
-        "trainer.n_gpus_per_node; drop it",
+        "actor_rollout_ref.hybrid_engine=true: the rollout shares the actor's devices unless it has a pool: use "
+        "trainer.role_pools.rollout",
     ]
 
 
@@ -468,6 +470,7 @@ def test_the_open_mappings_are_those_of_the_design() -> None:
         "reward.reward_model.override_config",
         "reward.custom_reward_function.reward_kwargs",
         "ray_kwargs.ray_init",
+        POOLS,
     }
 
 
@@ -476,17 +479,37 @@ READERS = ["data.generator.name=reasoning_gym", "data.generator.task=gcd", "acto
 
 
 def test_every_open_mapping_takes_new_keys() -> None:
-    config = load_config([*READERS, *(f"{key}.new.deep=1" for key in open_mappings())])
-    assert {get_value(config, f"{key}.new.deep") for key in open_mappings()} == {1}
+    keys = [key for key in open_mappings() if key != POOLS]
+    config = load_config([*READERS, *(f"{key}.new.deep=1" for key in keys)])
+    assert {get_value(config, f"{key}.new.deep") for key in keys} == {1}
 
 
 def test_an_open_mapping_takes_every_form() -> None:
-    texts = [".a=1", "={b:1}"]
-    overrides = [
-        f"{sign}{key}{text}" for key, text in zip(open_mappings(), texts * 2, strict=False) for sign in ("", "+", "++")
-    ]
+    keys, texts = [key for key in open_mappings() if key != POOLS], [".a=1", "={b:1}"]
+    overrides = [f"{sign}{key}{text}" for key, text in zip(keys, texts * 2, strict=False) for sign in ("", "+", "++")]
     config = load_config([*READERS, *overrides])
-    assert [get_value(config, f"{key}.{name}") for key, name in zip(open_mappings(), "abab", strict=False)] == [1] * 4
+    assert [get_value(config, f"{key}.{name}") for key, name in zip(keys, "abab", strict=False)] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [[f"{POOLS}.a.nnodes=1", f"{POOLS}.a.n_gpus_per_node=2"], [f"+{POOLS}={{a:{{nnodes:1,n_gpus_per_node:2}}}}"]],
+    ids=["keys", "mapping"],
+)
+def test_a_pool_is_given_key_by_key_or_as_a_mapping_and_survives_the_way_through_overrides(pools: list[str]) -> None:
+    config = load_config([*pools, "trainer.role_pools.critic=a"])
+    assert config.trainer.resource_pools == {"a": PoolConfig(nnodes=1, n_gpus_per_node=2)}
+    assert load_config(overrides_of(to_plain(config))) == config
+
+
+def test_what_is_wrong_inside_a_pool_is_told_with_its_full_key() -> None:
+    assert faults(f"{POOLS}.a.nnodes=0", f"{POOLS}.a.n_gpus_per_node=many", f"{POOLS}.a.gpus=3", f"{POOLS}.b=2") == [
+        f"{POOLS}.a.gpus=3: no such key; each of {POOLS} has nnodes and n_gpus_per_node",
+        f"{POOLS}.a.nnodes=0: must be greater than 0",
+        f"{POOLS}.a.n_gpus_per_node=many: must be a whole number",
+        f"{POOLS}.b=2: is a group of keys; set them one by one, as in {POOLS}.b.nnodes=…",
+    ]
+    assert faults(f"{POOLS}.a.nnodes=1") == [f"{POOLS}.a.n_gpus_per_node: has no value"]
 
 
 @pytest.mark.parametrize("value", ["3", "null"])

@@ -17,6 +17,8 @@ FILES = {"data.generator.name": None, "data.train_files": ["a.parquet"]}
 GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
 ADAPTIVE = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
 SAMPLED_VALIDATION = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.do_sample": True}
+POOL = {"aside": {"nnodes": 1, "n_gpus_per_node": 3}}
+REFERENCE = {"algorithm.use_kl_in_reward": True}
 DYNAMIC = {  # rows of 32 + 5 tokens
     f"{ACTOR}.use_dynamic_bsz": False,
     "critic.use_dynamic_bsz": False,
@@ -143,6 +145,34 @@ CASES = {
         f"{ROLLOUT}.gpu_memory_utilization=0.8: has no effect with trainer.device=cpu: use "
         f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes",
         {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cuda"},
+    "a pool has a role": (
+        {"trainer.resource_pools": POOL},
+        "trainer.resource_pools.aside: no role lives in it: drop it, or send a role there, as in "
+        "trainer.role_pools.rollout=aside",
+        {"trainer.resource_pools": POOL, "trainer.role_pools.rollout": "aside"},
+    ),
+    "a role's pool is there": (
+        {"trainer.role_pools.ref": "aside"},
+        "trainer.role_pools.ref=aside: no such pool (there are: global); a new one needs "
+        "trainer.resource_pools.aside.nnodes=… and trainer.resource_pools.aside.n_gpus_per_node=…",
+        {"trainer.resource_pools": POOL, "trainer.role_pools.ref": "aside", **REFERENCE},
+    ),
+    "the actor's pool has keys of its own": (
+        {"trainer.resource_pools": {"global": {"nnodes": 1, "n_gpus_per_node": 1}}},
+        "trainer.resource_pools.global: is the pool of trainer.nnodes and trainer.n_gpus_per_node, where the actor lives: "
+        "set those",
+        {"trainer.role_pools.critic": "global"},
+    ),
+    "a pool's name can stand in a file's": (
+        {"trainer.resource_pools": {"a/b": POOL["aside"]}, "trainer.role_pools.rollout": "a/b"},
+        "trainer.resource_pools.a/b: a pool's name is at most 32 letters, digits, '_' and '-', the first a letter or digit",
+        {"trainer.resource_pools": {"a-b": POOL["aside"]}, "trainer.role_pools.rollout": "a-b"},
+    ),
+    "rows are shared by the devices of the role's own pool": (
+        {"trainer.resource_pools": POOL, "trainer.role_pools.critic": "aside"},
+        "critic.ppo_mini_batch_size=64: 64 prompts x rollout.n=1 are 64 rows, which 3 devices of "
+        "trainer.resource_pools.aside cannot share equally",
+        {"trainer.resource_pools": POOL, "trainer.role_pools.rollout": "aside"},
     ),
     "actor's mini-batch divides the step's prompts": (
         {f"{ACTOR}.ppo_mini_batch_size": 60},
@@ -437,6 +467,11 @@ NOTICES = {
         {f"{CORRECTION}.rollout_rs": "token", f"{ROLLOUT}.top_p": 0.9},
         f"algorithm.rollout_correction compares whole distributions, and {ROLLOUT}.top_p=0.9 samples from a cut one",
         {f"{ROLLOUT}.top_p": 0.9},
+    ),
+    "a pool for a role that the run does not have": (
+        {"trainer.resource_pools": POOL, "trainer.role_pools.ref": "aside"},
+        "trainer.resource_pools.aside is not opened: none of the roles that it is for is in this run",
+        {"trainer.resource_pools": POOL, "trainer.role_pools.rollout": "aside"},
     ),
     "both KL penalties": (KL_LOSS | KL_REWARD, "Two KL penalties are on: algorithm.use_kl_in_reward=true and", KL_LOSS),
     "k1 as a loss": (

@@ -27,6 +27,9 @@ RECORDED = [
     "trainer.val_before_train=false",
     "trainer.limiter_probe_freq=1",
     "trainer.rollout_data_dir=true",
+    "trainer.resource_pools.aside.nnodes=1",  # a replay opens the actor's pool alone
+    "trainer.resource_pools.aside.n_gpus_per_node=1",
+    "trainer.role_pools.ref=aside",
 ]
 
 

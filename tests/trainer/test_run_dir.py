@@ -160,6 +160,7 @@ SAFE = {
     "data__val_files": ["v.parquet"],
     "actor_rollout_ref__rollout__val_kwargs__temperature": 0.5,
     "actor_rollout_ref__nccl_timeout": 5,
+    "actor_rollout_ref__rollout__update_weights_bucket_megabytes": 1.0,
     "reward__num_workers": 1,
     "reward__timeout_s": 1.0,
     "ray_kwargs__ray_init": {"num_cpus": 2},

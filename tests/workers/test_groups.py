@@ -1,5 +1,6 @@
 """The worker groups: rows come back in their order, whatever the number of processes and rows."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.batch import PPOBatch
-from trainer.errors import DivergedError
+from trainer.errors import CheckpointError, DivergedError
 from workers.actor import ActorRollout
 from workers.critic import Critic
 from workers.engine.fsdp import DeviceContext
@@ -103,6 +104,18 @@ def test_compute_values_gives_each_row_its_own(
     assert torch.allclose(values[batch.response_mask], expected[batch.response_mask], rtol=0, atol=1e-5)
     other = Critic(device_context, config, spec.path, 6, 9).compute_values(batch, [np.arange(len(batch))])["values"]
     assert not torch.allclose(other, expected)
+
+
+def test_weights_saved_where_the_driver_does_not_see_them_are_no_checkpoint(
+    group: ActorRolloutGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node with a disk of its own; here, a relative path from another working folder."""
+    elsewhere = os.path.relpath(tmp_path / "theirs")
+    (tmp_path / "theirs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"pool global has written actor/ where the driver cannot see it"):
+        group.save(elsewhere)
+    assert (tmp_path / "theirs/actor/config.json").exists()
 
 
 def test_an_update_without_advantages_names_the_stage_that_fills_them(
