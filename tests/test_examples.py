@@ -1,14 +1,22 @@
-"""The commands of the examples' READMEs: runs shortened to two steps, sweeps composed, which a test of their own runs."""
+"""The commands of the examples' READMEs: runs shortened to two steps, sweeps composed, which a test of their own runs.
+
+The files for clusters are checked as far as they can be without one.
+"""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from config.load import load_config
+from config.schema import GovernorConfig
 from config.sweep import plan_sweep
 from trainer.cli import main
+from trainer.submit import Submission, check
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
@@ -40,3 +48,58 @@ def test_an_examples_sweep_has_configurations_that_can_run(name, command):
     assert len(members) > 1
     for member in members:
         load_config(member.overrides)
+
+
+def checked(overrides: list[str], tmp_path: Path) -> GovernorConfig:
+    """The configuration of a command for a cluster, which must also be one that `governor submit` would send."""
+    check(
+        Submission(overrides=overrides, config_name="ppo_trainer", config_dir=None, working_dir=tmp_path, stop_wait_s=1)
+    )
+    return load_config(overrides)
+
+
+def test_the_commands_that_submit_are_accepted(tmp_path):
+    text = (ROOT / "examples/cluster/README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^ {4}governor submit .*-- (.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        checked(shlex.split(command), tmp_path)
+
+
+def test_the_kuberay_job_asks_for_the_devices_that_its_cluster_has(tmp_path):
+    spec = yaml.safe_load((ROOT / "examples/cluster/rayjob.yaml").read_text(encoding="utf-8"))["spec"]
+    program, command, *overrides = shlex.split(spec["entrypoint"])
+    assert (program, command) == ("governor", "train")
+    config = checked(overrides, tmp_path)
+    cluster = spec["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert config.trainer.nnodes == workers["replicas"]
+    assert config.trainer.n_gpus_per_node == int(limits["nvidia.com/gpu"])
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        (volume,), (mount,) = pod["volumes"], pod["containers"][0]["volumeMounts"]
+        assert mount["name"] == volume["name"]
+        assert Path(config.trainer.default_local_dir).is_relative_to(mount["mountPath"])
+    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 3
+
+
+def test_the_slurm_script_is_sound_and_its_command_is_accepted(tmp_path):
+    script = ROOT / "examples/cluster/train.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    linter = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([str(linter), str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    text = script.read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"^governor train (.*) &$", text, re.MULTILINE)
+    (usage,) = re.findall(r"^# +sbatch .* train.sbatch (.*)$", text, re.MULTILINE)
+    values = {'"$@"': usage, '"$SLURM_NNODES"': "2", '"$SLURM_GPUS_ON_NODE"': "8"}
+    for name, value in values.items():
+        assert name in command
+        command = command.replace(name, value)
+    overrides = shlex.split(command)
+    assert checked(overrides, tmp_path).num_devices == 16
+    in_readme = re.findall(
+        r"^ {4}sbatch examples/cluster/train.sbatch (.*)$", (script.parent / "README.md").read_text(), re.M
+    )
+    assert in_readme == [usage]
