@@ -145,6 +145,7 @@ CASES = {
         f"{ROLLOUT}.gpu_memory_utilization=0.8: has no effect with trainer.device=cpu: use "
         f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes",
         {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cuda"},
+    ),
     "a pool has a role": (
         {"trainer.resource_pools": POOL},
         "trainer.resource_pools.aside: no role lives in it: drop it, or send a role there, as in "
