@@ -9,7 +9,7 @@ GYM_PREFIX = "reasoning_gym/"  # of the data source of such a row
 GYM_TASKS = (
     # algorithmic
     "ab", "base_conversion", "binary_alternation", "caesar_cipher", "count_primes", "game_of_life", "group_anagrams",
-    "jugs", "letter_counting", "letter_jumble", "list_functions", "manipulate_matrix", "number_filtering",
+    "jugs", "letter_counting", "letter_jumble", "manipulate_matrix", "number_filtering",
     "palindrome_generation", "palindrome_partitioning", "rotate_matrix", "sentence_reordering", "spell_backward",
     "word_sequence_reversal", "word_sorting",
     # arithmetic and algebra

@@ -1,4 +1,4 @@
-"""The commands of the examples' READMEs: runs shortened to two steps, sweeps composed, which a test of their own runs.
+"""The commands of the examples' READMEs: runs shortened to two steps, after those that prepare something; sweeps composed, which a test of their own runs.
 
 The files for clusters are checked as far as they can be without one.
 """
@@ -28,6 +28,12 @@ RUNS = [(name, command) for name, command in COMMANDS if "--multirun" not in com
 SWEEPS = [(name, command) for name, command in COMMANDS if "--multirun" in command]
 
 
+def preparations(name: str) -> list[list[str]]:
+    """The `python examples/…` lines of an example's README, as arguments."""
+    text = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
+    return [shlex.split(line) for line in re.findall(r"^ {4}python (examples/.*)$", text, re.MULTILINE)]
+
+
 def test_every_example_has_a_command():
     folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir()}
     assert folders == {name for name, _ in COMMANDS}
@@ -36,10 +42,13 @@ def test_every_example_has_a_command():
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(("name", "command"), RUNS)
 def test_an_example_runs(name, command, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    overrides = ["trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=-1"]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for arguments in preparations(name):
+        subprocess.run([sys.executable, *arguments], check=True)
+    overrides = ["trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=-1"]
     assert main([*shlex.split(command)[1:], *overrides]) == 0
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(("name", "command"), SWEEPS)

@@ -13,6 +13,7 @@ from config.schema import GovernorConfig
 
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
 RANDOM = "actor_rollout_ref.model.random_init"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 FILES = {"data.generator.name": None, "data.train_files": ["a.parquet"]}
 GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
 ADAPTIVE = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
@@ -376,6 +377,36 @@ CASES = {
         "trainer.val_only=true: needs data.val_files",
         {**FILES, "trainer.val_only": True, "data.val_files": ["v.parquet"]},
     ),
+    "a batched function is the user's": (
+        {"reward.custom_reward_function.batched": True},
+        "reward.custom_reward_function.batched=true: needs reward.custom_reward_function.path",
+        {},
+    ),
+    "the penalty of long responses is dapo's": (
+        {f"{OVERLONG}.enable": True, f"{OVERLONG}.len": 5},
+        f"{OVERLONG}.enable=true: needs reward.reward_manager.name=dapo",
+        {"reward.reward_manager.name": "dapo", f"{OVERLONG}.enable": True, f"{OVERLONG}.len": 5},
+    ),
+    "the penalty's buffer is set": (
+        {"reward.reward_manager.name": "dapo", f"{OVERLONG}.enable": True},
+        f"{OVERLONG}.len=null: must be from 1 to data.max_response_length=5 tokens",
+        {"reward.reward_manager.name": "dapo"},
+    ),
+    "the penalty's buffer is at most a response": (
+        {"reward.reward_manager.name": "dapo", f"{OVERLONG}.enable": True, f"{OVERLONG}.len": 6},
+        f"{OVERLONG}.len=6: must be from 1 to data.max_response_length=5 tokens",
+        {"reward.reward_manager.name": "dapo", f"{OVERLONG}.enable": True, f"{OVERLONG}.len": 1},
+    ),
+    "a task is reasoning-gym's": (
+        {"data.generator.task": "gcd"},
+        "data.generator.task=gcd: needs data.generator.name=reasoning_gym",
+        {"data.generator.name": "reasoning_gym", "data.generator.task": "gcd"},
+    ),
+    "a task's settings are reasoning-gym's": (
+        {"data.generator.task_kwargs": {"size": 3}},
+        "data.generator.task_kwargs={size:3}: needs data.generator.name=reasoning_gym",
+        {},
+    ),
 }
 
 
@@ -397,6 +428,40 @@ def test_all_rules_of_a_configuration_speak_at_once() -> None:
 
 
 # --- reward functions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"model_path": None}, "model_path=null: must be the folder of a Hugging Face sequence-classification model"),
+        ({"model_path": "nowhere"}, "model_path=nowhere: must be the folder of"),
+        ({"coef": 0.0}, "coef=0: leaves no reward with combine=replace"),
+        (
+            {"use_dynamic_bsz": True, "max_length": 64, "forward_max_token_len_per_gpu": 63},
+            "forward_max_token_len_per_gpu=63: must hold the longest conversation, reward.reward_model.max_length=64 tokens",
+        ),
+        ({"apply_chat_template_kwargs": {"tokenize": False}}, "apply_chat_template_kwargs.tokenize=false: is set by"),
+    ],
+    ids=["no model", "no folder", "no weight", "budget", "template"],
+)
+def test_a_reward_model_that_cannot_work_is_refused(tmp_path: Path, changes: dict[str, Any], fault: str) -> None:
+    (tmp_path / "config.json").touch()
+    key = "reward.reward_model"
+    works = {f"{key}.enable": True, f"{key}.model_path": str(tmp_path)}
+    check(works)
+    check(works | {f"{key}.combine": "add", f"{key}.coef": 0.0})
+    changes = {f"{key}.{name}": value for name, value in changes.items()}
+    assert fault_of(works | changes).startswith(f"{key}.{fault}")
+    check(changes)  # while it is off, nothing of it matters
+
+
+def test_a_reward_model_in_place_of_a_users_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "mine.py").write_text("def score(): ...\n")
+    model = {"reward.reward_model.enable": True, "reward.reward_model.model_path": str(tmp_path)}
+    function = custom(tmp_path / "mine.py")
+    assert "combine=replace: would leave reward.custom_reward_function.path=" in fault_of(model | function)
+    check(model | function | {"reward.reward_model.combine": "add"})
 
 
 def custom(path: Path, name: str = "score") -> dict[str, Any]:

@@ -38,6 +38,9 @@ def test_every_metric_that_a_run_logs_stands_in_the_glossary_and_the_other_way_r
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_rs=token",
         "trainer.limiter_probe_freq=1",
+        "reward.reward_manager.name=dapo",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "reward.reward_kwargs.overlong_buffer_cfg.len=3",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=1",
         "actor_rollout_ref.rollout.val_kwargs.n=2",
@@ -54,6 +57,8 @@ def test_every_metric_that_a_run_logs_stands_in_the_glossary_and_the_other_way_r
     known = names()
     unexplained = {metric for metric in logged if not any(matches(name, metric) for name in known)}
     assert not unexplained
-    elsewhere = ("perf/max_memory", "perf/mfu/actor", "val-core/{source}/reward", "val-core/{source}/acc/maj")
+    elsewhere = (
+        "perf/max_memory", "perf/mfu/actor", "reward/model_score", "val-core/{source}/reward", "val-core/{source}/acc/maj",
+    )  # fmt: skip
     unseen = {name for name in known if not any(matches(name, metric) for metric in logged)}
     assert {name for name in unseen if not name.startswith(elsewhere)} == set()

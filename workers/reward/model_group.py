@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -33,7 +35,9 @@ class RewardModelGroup:
             max_rows=config.micro_batch_size_per_gpu,
             max_tokens=config.forward_max_token_len_per_gpu,
         )
-        pool.build(self.NAME, RewardModel, config)
+        assert config.model_path is not None, "config.rules asks for it"
+        # The devices' processes need not have this one's working directory.
+        pool.build(self.NAME, RewardModel, replace(config, model_path=str(Path(config.model_path).resolve())))
 
     def compute_scores(self, prompts: Sequence[Prompt], responses: Sequence[str], names: Sequence[str]) -> list[float]:
         """The score of each response to its prompt; `names` are the rows' for messages.

@@ -62,10 +62,23 @@ def score_math(
     if not ground_truth.strip() or not gold:
         raise ValueError(f"ground_truth {ground_truth!r} in a row of data_source {data_source!r} holds no answer")
     config = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    answer = parse(solution_str, extraction_config=config, parsing_timeout=None)  # pyright: ignore
+    answer = parse(_last_box(solution_str), extraction_config=config, parsing_timeout=None)  # pyright: ignore
     correct = float(bool(answer) and verify(gold, answer, timeout_seconds=None))
     written = next((part for part in reversed(answer) if isinstance(part, str)), "")
     return {"score": correct, "acc": correct, "pred": " ".join(written.split()), "unscored": 0.0}
+
+
+def _last_box(text: str) -> str:
+    """The last box of a text that has one: math-verify would read all of them together as one answer."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if text[place] == "}" and depth == 0:
+            return text[start : place + 1]
+    return text[start:]
 
 
 def score_gym(
