@@ -1,4 +1,4 @@
-"""The commands of the examples' READMEs: runs shortened to two steps, after those that prepare something; sweeps composed, which a test of their own runs.
+"""The commands of the examples' READMEs: runs shortened to two steps, after those that prepare something; sweeps composed.
 
 The files for clusters are checked as far as they can be without one.
 """
