@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -66,14 +67,16 @@ HARD = {
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A running head: the address of its dashboard, and a folder with the reward file to submit from."""
+    """A running head: the address of its dashboard, its token, and a folder with the reward file to submit from."""
 
     address: str
+    token: str
     folder: Path
 
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
-        return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GOVERNOR_TEST_SECRET": "s3cret-value"}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        own = {"RAY_AUTH_TOKEN": self.token, "GOVERNOR_TEST_SECRET": "s3cret-value"}
+        return {**kept, **own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def start(self, *arguments: str) -> "Submitter":
         """`governor submit` in a process of its own."""
@@ -145,6 +148,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         options += ["--dashboard-host=127.0.0.1", f"--temp-dir={scratch}", "--disable-usage-stats", "--block"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment.pop("PYTHONPATH", None)
+        token = secrets.token_hex(32)
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         with Path(scratch, "out").open("wb") as out:
             process = subprocess.Popen(
@@ -156,7 +161,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
             )
         try:
             wait_for_dashboard(port, process, Path(scratch, "out"))
-            yield Head(f"http://127.0.0.1:{port}", folder)
+            yield Head(f"http://127.0.0.1:{port}", token, folder)
         finally:
             end_processes_with(MARK, scratch)
             process.wait(10)
@@ -242,6 +247,7 @@ def test_a_job_runs_what_was_submitted_and_ends_with_0(head, tmp_path, monkeypat
     assert resolved == to_plain(load_config(overrides))
     assert (tmp_path / "secret").read_text() == "s3cret-value"
     assert "s3cret" not in out + err
+    assert head.token not in out + err
 
 
 def test_a_failure_on_the_cluster_comes_back_with_its_own_code(head, tmp_path):
