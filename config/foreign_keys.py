@@ -52,6 +52,9 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
     "use trainer.placement_timeout_s": ("trainer.ray_wait_register_center_timeout",),
     "a run resumes from its own directory: use trainer.default_local_dir": ("trainer.resume_from_path",),
     "weights are float32 masters; for compute use actor_rollout_ref.actor.fsdp_config.dtype": ("*.model_dtype",),
+    "use algorithm.rollout_correction.rollout_rs_threshold, as in 0.5_2.0": (
+        "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    ),
     "training always samples; for validation use actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "actor_rollout_ref.rollout.do_sample",
     ),
@@ -82,6 +85,7 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.actor.policy_loss",
         "actor_rollout_ref.actor.tau_pos",
         "actor_rollout_ref.actor.tau_neg",
+        "algorithm.rollout_correction.loss_type",
     ),
     "the sampler's log-probabilities are always kept; drop it": ("actor_rollout_ref.rollout.calculate_log_probs",),
     "a checkpoint always holds all that resuming needs; drop it": ("*.checkpoint",),

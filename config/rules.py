@@ -1,6 +1,7 @@
 """Rules over several keys, checked before Ray starts, and the notices about settings that are legal but odd."""
 
 import ast
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +12,7 @@ import yaml
 
 from config.gym_tasks import GYM_TASKS
 from config.pools import GLOBAL_POOL, devices_of, pools_of, role_pools
-from config.schema import GovernorConfig, RolloutConfig
+from config.schema import GovernorConfig, RolloutConfig, RolloutCorrectionConfig, bounds_of
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 POOL_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")  # it stands in keys and in names of files
@@ -306,8 +307,27 @@ def _correction_rules(config: GovernorConfig) -> Iterator[Fault]:
                 True,
                 f"takes the sampler's log-probabilities for the policy's, and they are not with {cuts}: set bypass_mode=false",
             )
+    if correction.rollout_rs is not None and (text := _threshold_fault(correction, correction.rollout_rs)):
+        yield Fault(f"{key}.rollout_rs_threshold", correction.rollout_rs_threshold, text)
     if correction.rollout_is is None and correction.rollout_is_batch_normalize:
         yield Fault(f"{key}.rollout_is_batch_normalize", True, f"needs weights: set {key}.rollout_is=token or sequence")
+
+
+def _threshold_fault(correction: RolloutCorrectionConfig, mode: str) -> str | None:
+    """What is wrong with the bounds of a rejection that is on."""
+    if correction.rollout_rs_threshold is None:
+        bounds = "a band of ratios, as in 0.5_2.0" if mode.endswith("k1") else "the largest value that stays, as in 0.01"
+        return f"rollout_rs={mode} needs {bounds}"
+    try:
+        lower, upper = bounds_of(correction.rollout_rs_threshold)
+    except ValueError:
+        return "must be a number, or two joined by an underscore, as in 0.5_2.0"
+    if not mode.endswith("k1"):
+        good = lower is None and 0 < upper < math.inf
+        return None if good else f"must be one number above 0 with rollout_rs={mode}"
+    # 0.5_2 is the number 0.52 to Hydra: the point after the 2 makes a band of it.
+    good = 1 < upper < math.inf and (lower is None or 0 < lower < 1)
+    return None if good else "must be a band around 1, where sampler and policy agree, as in 0.5_2.0"
 
 
 def _cuts(rollout: RolloutConfig) -> str:
@@ -548,7 +568,7 @@ def notices(config: GovernorConfig) -> Iterator[str]:
     if config.actor_rollout_ref.model.lora_rank and config.uses_critic:
         yield "LoRA is the policy's: the critic is trained whole, as a second model with an optimizer of its full size."
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-    if updates == 1:
+    if updates == 1 and not correction.bypass_mode:  # in bypass mode the ratio is to the sampler
         yield (
             "A step has one actor update, so the ratio is 1 and PPO's clip cannot act. Lower "
             "actor_rollout_ref.actor.ppo_mini_batch_size or raise actor_rollout_ref.actor.ppo_epochs for it to."

@@ -19,6 +19,10 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 Frequency = Annotated[int, Ge(-1)]  # in steps; -1 and 0 are never
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
+RejectionMode = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -254,10 +258,21 @@ class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None
     rollout_is_threshold: PositiveFloat
     rollout_is_batch_normalize: bool
-    rollout_rs: Literal["token", "sequence", "geometric"] | None
-    rollout_rs_threshold: Annotated[float, Gt(1)]
-    rollout_rs_threshold_lower: Annotated[float, Ge(0), Lt(1)] | None
+    rollout_rs: RejectionMode | None
+    rollout_rs_threshold: PositiveFloat | str | None
     bypass_mode: bool
+
+
+def bounds_of(threshold: float | str) -> tuple[float | None, float]:
+    """Lower (None where not given) and upper bound of a `rollout_rs_threshold`.
+
+    Raises:
+        ValueError: it is neither a number nor two joined by an underscore.
+    """
+    *lower, upper = (float(part) for part in str(threshold).split("_"))
+    if len(lower) > 1:
+        raise ValueError("more than two bounds")
+    return (lower[0] if lower else None), upper
 
 
 @dataclass(kw_only=True, slots=True)

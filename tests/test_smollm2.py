@@ -68,3 +68,26 @@ def test_gsm8k_trains_with_token_budgets_and_a_reference(smollm2, tmp_path):
     )
     assert metrics[0]["response_length/max"] <= 32
     assert metrics[0]["actor/kl_loss"] < metrics[1]["actor/kl_loss"]
+
+
+def test_a_bfloat16_sampler_differs_from_a_float32_policy_and_is_corrected(smollm2, tmp_path):
+    metrics = train(
+        tmp_path,
+        "experiment=addition_smollm2",
+        f"actor_rollout_ref.model.path={smollm2}",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_rs=seq_max_k3",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.0",
+    )
+    for line in metrics:
+        # A response's largest difference was seen up to 0.3 nats, where k3 is 0.05: nothing to reject.
+        assert 0.01 < line["rollout_corr/log_prob_diff_max"] < 1
+        assert 1e-5 < line["rollout_corr/k3_kl"] < 0.02
+        assert 0.9 < line["rollout_corr/eff_sample_size"] < 1
+        assert line["rollout_corr/rollout_is_mean"] != 1
+        assert line["rollout_corr/rollout_rs_masked_fraction"] == 0
+        assert line["actor/grad_norm"] > 0

@@ -53,9 +53,7 @@ class PPOBatch(TensorClass, shadow=True):
     token_level_rewards: Tensor | None = None  # [B, R] float32
     advantages: Tensor | None = None  # [B, R] float32
     returns: Tensor | None = None  # [B, R] float32
-    rollout_is_weights: Tensor | None = (
-        None  # [B, R] float32, of the policy's loss, for a sampler that is not the policy
-    )
+    rollout_is_weights: Tensor | None = None  # [B, R] float32, of the token's policy loss
     kl_advantages: Tensor | None = None  # [B, R] float32, the part of the advantages that the KL in the reward made
 
 

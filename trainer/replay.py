@@ -35,6 +35,8 @@ COLUMNS = (
     ("actor/pg_clipfrac", "clip"),
     ("actor/pg_clipfrac_lower", "dual"),
     ("limiter/clip/removed", "removed"),
+    ("rollout_corr/rollout_is_mean", "IS weight"),
+    ("rollout_corr/rollout_rs_masked_fraction", "rejected"),
     ("limiter/probe/kl", "KL moved"),
     ("limiter/probe/entropy_after", "entropy after"),
     ("actor/grad_norm", "grad norm"),

@@ -14,6 +14,7 @@ from trainer.ppo.limiters import token_classes
 MAX_SAMPLES = 8
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "values", "token_level_rewards", "advantages", "returns",
+    "rollout_is_weights",
 )  # fmt: skip
 
 
@@ -30,9 +31,10 @@ def sample_rows(
     """The rows of a batch as lines of `samples.jsonl`.
 
     `acted` names, token by token, what the ratio after the step's updates would meet: a side of the clip, the dual clip,
-    or nothing.
+    or nothing; and `rejected` a token that the loss does not count.
     """
     old, advantages, mask, responses = require(batch, "old_log_probs", "advantages", "response_mask", "responses")
+    (loss_mask,) = require(batch, "loss_mask")
     surrogate = compute_policy_loss_vanilla(
         log_prob=new_log_probs,
         old_log_probs=old,
@@ -41,7 +43,8 @@ def sample_rows(
         clip_ratio_high=actor.clip_ratio_high,
         clip_ratio_c=actor.clip_ratio_c,
     )
-    classes = token_classes(log_ratio=new_log_probs - old, advantages=advantages, surrogate=surrogate)
+    classes = {"rejected": ~loss_mask}  # before the others: the first class that holds is named
+    classes |= token_classes(log_ratio=new_log_probs - old, advantages=advantages, surrogate=surrogate)
     fields = {name: getattr(batch, name) for name in TOKEN_FIELDS} | {"new_log_probs": new_log_probs}
     lines = []
     for row, item in enumerate(scored):

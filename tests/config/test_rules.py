@@ -57,6 +57,7 @@ def fault_of(changes: dict[str, Any]) -> str:
 
 VLLM = {f"{ROLLOUT}.name": "vllm"}
 CORRECTION = "algorithm.rollout_correction"
+BAND = {f"{CORRECTION}.rollout_rs": "seq_sum_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"}
 CASES = {
     "weights compare with what bypass mode replaces": (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
@@ -65,10 +66,40 @@ CASES = {
         {f"{CORRECTION}.bypass_mode": True},
     ),
     "rejection compares with what bypass mode replaces": (
-        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_rs": "sequence"},
-        f"{CORRECTION}.rollout_rs=sequence: compares the policy with the sampler, which {CORRECTION}.bypass_mode=true takes "
+        {f"{CORRECTION}.bypass_mode": True, **BAND},
+        f"{CORRECTION}.rollout_rs=seq_sum_k1: compares the policy with the sampler, which {CORRECTION}.bypass_mode=true takes "
         "for the policy: set one of them off",
-        {f"{CORRECTION}.rollout_rs": "sequence"},
+        BAND,
+    ),
+    "rejection has bounds": (
+        {f"{CORRECTION}.rollout_rs": "token_k1"},
+        f"{CORRECTION}.rollout_rs_threshold: rollout_rs=token_k1 needs a band of ratios, as in 0.5_2.0",
+        {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": 2.0},
+    ),
+    "rejection by divergence has a bound": (
+        {f"{CORRECTION}.rollout_rs": "seq_mean_k3"},
+        f"{CORRECTION}.rollout_rs_threshold: rollout_rs=seq_mean_k3 needs the largest value that stays, as in 0.01",
+        {f"{CORRECTION}.rollout_rs": "seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": 0.01},
+    ),
+    **{
+        f"a band is written {text}": (
+            BAND | {f"{CORRECTION}.rollout_rs_threshold": text},
+            f"{CORRECTION}.rollout_rs_threshold={text}: must be {rule}",
+            BAND | {f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"},
+        )
+        for text, rule in {
+            "wide": "a number, or two joined",
+            "0.5_2.0_3.0": "a number, or two joined",
+            "2.0_0.5": "a band around 1",
+            "0.5": "a band around 1",
+            "nan_2.0": "a band around 1",
+            "0.5_inf": "a band around 1",
+        }.items()
+    },
+    "a divergence has one bound": (
+        BAND | {f"{CORRECTION}.rollout_rs": "token_k2"},
+        f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: must be one number above 0 with rollout_rs=token_k2",
+        BAND | {f"{CORRECTION}.rollout_rs": "token_k2", f"{CORRECTION}.rollout_rs_threshold": "0.5"},
     ),
     "bypass mode needs the whole distribution": (
         {f"{CORRECTION}.bypass_mode": True, f"{ROLLOUT}.top_k": 5, f"{ROLLOUT}.top_p": 0.9},
@@ -530,7 +561,7 @@ def test_a_reward_file_that_is_missing_is_refused(tmp_path: Path) -> None:
 KL_LOSS, KL_REWARD = {f"{ACTOR}.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}
 NOTICES = {
     "a correction of a cut distribution": (
-        {f"{CORRECTION}.rollout_rs": "token", f"{ROLLOUT}.top_p": 0.9},
+        BAND | {f"{ROLLOUT}.top_p": 0.9},
         f"algorithm.rollout_correction compares whole distributions, and {ROLLOUT}.top_p=0.9 samples from a cut one",
         {f"{ROLLOUT}.top_p": 0.9},
     ),
@@ -564,6 +595,11 @@ NOTICES = {
         {f"{ACTOR}.ppo_mini_batch_size": 256},
         "A step has one actor update, so the ratio is 1 and PPO's clip cannot act",
         {f"{ACTOR}.ppo_mini_batch_size": 256, f"{ACTOR}.ppo_epochs": 2},
+    ),
+    "one update per step, whose ratio is to the policy": (
+        {f"{ACTOR}.ppo_mini_batch_size": 256},
+        "A step has one actor update, so the ratio is 1",
+        {f"{ACTOR}.ppo_mini_batch_size": 256, f"{CORRECTION}.bypass_mode": True},
     ),
 }
 

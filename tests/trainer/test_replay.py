@@ -17,6 +17,7 @@ RECORDED = [
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
     "actor_rollout_ref.actor.clip_ratio=0.3",
     "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.type=adaptive",
@@ -57,6 +58,20 @@ def test_the_first_row_equals_what_the_run_logged_and_a_setting_changes_it(recor
     assert "clip_ratio=0.01" in table
 
 
+def test_the_rollout_correction_of_a_kept_batch_can_be_varied(recorded):
+    key = "algorithm.rollout_correction"
+    reject = [f"{key}.rollout_rs=null,seq_sum_k1", f"{key}.rollout_rs_threshold=1.003"]
+    table = replay(recorded / "rollouts/step_1", None, [f"{key}.rollout_is=null,sequence", *reject])
+    recorded_row, *rows = json.loads((recorded / "rollouts/step_1/replay.json").read_text())
+    plain, rejected, weighted, both = rows  # as the grid goes: the last key is the quickest
+    assert plain["actor/grad_norm"] == recorded_row["actor/grad_norm"]
+    assert len({row["actor/grad_norm"] for row in rows}) == 4
+    assert 0 < rejected["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert rejected["rollout_corr/rollout_rs_masked_fraction"] == both["rollout_corr/rollout_rs_masked_fraction"]
+    assert weighted["rollout_corr/rollout_is_mean"] != 1
+    assert "| IS weight | rejected |" in table
+
+
 def test_step_1_starts_from_the_runs_first_weights(recorded):
     replay(recorded / "rollouts/step_1", None, [])
     logged = json.loads((recorded / "metrics.jsonl").read_text().splitlines()[0])
@@ -80,6 +95,7 @@ def test_no_checkpoint_is_refused_but_for_step_1(recorded):
     [
         ("algorithm.adv_estimator=gae", "needs values"),
         ("data.seed=2", "a replay varies"),
+        ("algorithm.rollout_correction.bypass_mode=true", "decides stage 4, which the kept batch has behind it"),
         ("actor_rollout_ref.actor.clip_ratio=-1", "must be greater than 0"),
         ("actor_rollout_ref.actor.clip_rato=0.1", "did you mean actor_rollout_ref.actor.clip_ratio"),
     ],

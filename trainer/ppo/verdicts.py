@@ -77,7 +77,8 @@ def cannot_act(config: Mapping[str, Any]) -> dict[str, str]:
     """Limiters that are switched on and cannot act, with the reason, from the configuration alone."""
     reasons = {}
     prompts, mini = config.get("data.train_batch_size"), config.get(f"{ACTOR}.ppo_mini_batch_size")
-    if prompts and mini and prompts // mini * config.get(f"{ACTOR}.ppo_epochs", 1) == 1:
+    bypass = config.get("algorithm.rollout_correction.bypass_mode")  # there the ratio is to the sampler
+    if prompts and mini and prompts // mini * config.get(f"{ACTOR}.ppo_epochs", 1) == 1 and not bypass:
         reasons["clip"] = "a step has one update, so the ratio is 1"
     if config.get(f"{ACTOR}.use_kl_loss"):
         if config.get(f"{ACTOR}.kl_loss_coef") == 0:

@@ -31,6 +31,7 @@ ACTED = {
     "low": Acted("lo", "▼", "clipped low: the ratio passed 1 − clip_ratio_low"),
     "dual": Acted("du", "◆", "dual clip: held at clip_ratio_c · |advantage|"),
     "ratio_bound": Acted("rb", "✕", "ratio bound: log ratio beyond ±20"),
+    "rejected": Acted("rj", "−", "rejected by the rollout correction: the loss does not count it"),
     "zero_advantage": Acted("za", "∘", "zero advantage: nothing to push"),
 }
 UNKNOWN = Acted("", "", "not recorded")

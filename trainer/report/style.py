@@ -152,6 +152,7 @@ background-color:color-mix(in srgb,var(--ink) 5%,transparent)}}
 .hi,.lo,.du,.rb{{background-color:color-mix(in srgb,var(--m) 24%,transparent)}}
 .hi{{--m:var(--clip)}}.lo{{--m:var(--clip-low)}}.du{{--m:var(--warn)}}.rb{{--m:var(--ink)}}
 .hi sup,.lo sup,.du sup,.rb sup{{color:var(--m)}}
+.rj{{text-decoration:line-through}}
 .za{{background-color:transparent;color:var(--soft)}}
 {_LEVELS}
 .t:hover{{outline:1.5px solid var(--ink)}}

@@ -49,6 +49,7 @@ from trainer.ppo.core_algos import (
     place_scores,
 )
 from trainer.ppo.minibatch import split_over_ranks
+from trainer.ppo.rollout_correction import correct_rollout
 from trainer.ppo.validation import ValSample, validation_metrics
 from trainer.random_model import build_tokenizer
 from workers.engine.fsdp import UpdateOutcome
@@ -67,7 +68,6 @@ ENTRIES: list[Entry] = json.loads(TABLE.read_text(encoding="utf-8"))["entries"]
 # What comes later, by name, so that a new entry cannot slip past.
 SKIPPED = {
     "remax": "the ReMax estimator comes later",
-    "rollout_is_weight": "rollout correction comes later",
     "answer_14": "boxed answers come with the math scorer",
     "answer_16": "boxed answers come with the math scorer",
     "answer_17": "boxed answers come with the math scorer",
@@ -328,6 +328,19 @@ def policy_loss_kind(entry: Entry) -> Any:
     check(entry, **{name: value for name, value in results.items() if name in entry["expected"]})
     wrong = dict.fromkeys(entry.get("common_wrong", {}), share.loss.detach())
     return wrong | {"ratio_outside_band_counted": metrics["clipfrac"]}
+
+
+def rollout_is_kind(entry: Entry) -> None:
+    old, sampler = inputs(entry, "old_log_prob", "rollout_log_prob")
+    params = entry["params"]
+    weighted = {"rollout_is": params["level"], "rollout_is_threshold": params["threshold"]}
+    correction = correct_rollout(
+        old_log_probs=old,
+        rollout_log_probs=sampler,
+        response_mask=mask_of(entry),
+        config=replace(default_config().algorithm.rollout_correction, **weighted),
+    )
+    check(entry, weights=correction.weights)
 
 
 def actor_loss_kind(entry: Entry) -> Any:
@@ -729,6 +742,7 @@ KINDS: dict[str, Callable[[Entry], Any]] = {
     "agg_loss": agg_loss_kind,
     "agg_loss_weights": agg_loss_weights_kind,
     "policy_loss": policy_loss_kind,
+    "rollout_is": rollout_is_kind,
     "actor_loss": actor_loss_kind,
     "metric": metric_kind,
     "gae": gae_kind,

@@ -184,6 +184,7 @@ class Tokens:
     advantages: Tensor
     kl_advantages: Tensor
     mask: Tensor
+    rollout_is_weights: Tensor | None = None
 
     @staticmethod
     def random(temperature: float, *, dtype: torch.dtype = torch.float64, vocabulary: int = 37) -> "Tokens":
@@ -214,11 +215,12 @@ class Tokens:
         return Tokens(*(value.to(dtype) if value.is_floating_point() else value for value in values))
 
     def rows(self, rows: list[int]) -> "Tokens":
-        return Tokens(*(getattr(self, field.name)[rows] for field in fields(self)))
+        values = [getattr(self, field.name) for field in fields(self)]
+        return Tokens(*(None if value is None else value[rows] for value in values))
 
     def double(self) -> "Tokens":
         values = [getattr(self, field.name) for field in fields(self)]
-        return Tokens(*(value.double() if value.is_floating_point() else value for value in values))
+        return Tokens(*(value if value is None or not value.is_floating_point() else value.double() for value in values))
 
 
 def loss_of(
@@ -245,6 +247,7 @@ def loss_of(
         loss_mask=tokens.mask,
         counts=counts or LossCounts.of(tokens.mask),
         config=config,
+        rollout_is_weights=tokens.rollout_is_weights,
         probe=LimiterProbe(geometry, temperature, kl_advantages) if probe else None,
     )
     share.loss.backward()
@@ -287,10 +290,12 @@ def by_hand(tokens: Tokens, config: ActorConfig, temperature: float) -> dict[str
     is_high = (advantages > 0) & (ratio > 1 + high)
     is_dual = (advantages < 0) & (ratio > cap)
     is_low = (advantages < 0) & (ratio < 1 - low)
+    surrogate_weight = 1.0 if tokens.rollout_is_weights is None else tokens.rollout_is_weights
     unclipped = -advantages * ratio
     pg = torch.where(is_high, -advantages * (1 + high), unclipped)
     pg = torch.where(is_low, -advantages * (1 - low), pg)
     pg = torch.where(is_dual, -advantages * cap, pg)
+    pg, unclipped = surrogate_weight * pg, surrogate_weight * unclipped
     distance = log_prob - tokens.ref_log_prob
     inside = distance.clamp(K3_LOW, K3_HIGH)
     k3 = (-inside).exp() + inside - 1
@@ -307,14 +312,14 @@ def by_hand(tokens: Tokens, config: ActorConfig, temperature: float) -> dict[str
         "clip": at_logits(unclipped - pg),
         "entropy": at_logits(-config.entropy_coeff * entropy),
         "kl": at_logits(config.kl_loss_coef * kl_pull),
-        "reward_kl": at_logits(-tokens.kl_advantages * ratio),
+        "reward_kl": at_logits(-tokens.kl_advantages * ratio * surrogate_weight),
     }
     push = {name: float(gradient.norm()) for name, gradient in gradients.items()}
     figures = {f"limiter/push/{name}": value for name, value in push.items()}
     whole = push["pg"] + push["entropy"] + push["kl"]
     figures |= {f"limiter/push_share/{name}": push[name] / whole for name in ("pg", "entropy", "kl")}
     figures["limiter/push_cosine"] = float((gradients["pg"] * gradients["kl"]).sum()) / (push["pg"] * push["kl"])
-    size = (advantages * ratio).abs().detach()
+    size = (advantages * ratio * surrogate_weight).abs().detach()
     clipped = is_high | is_low | is_dual
     figures["limiter/clip/removed"] = float(size[mask & clipped].sum() / size[mask].sum())
     zero = advantages == 0
@@ -350,6 +355,21 @@ def test_every_figure_equals_autograd_on_the_logits(mode: str, temperature: floa
     assert of_limiters(measured(tokens, config, temperature)) == pytest.approx(expected, rel=EXACT)
 
 
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_every_figure_equals_autograd_under_the_weights_of_the_rollout_correction(mode: str) -> None:
+    plain, config = Tokens.random(0.9), actor_config(loss_agg_mode=mode)
+    random = torch.Generator().manual_seed(3)
+    weights = (0.5 * torch.randn(plain.mask.shape, generator=random)).exp().double()
+    tokens = replace(plain, rollout_is_weights=torch.where(plain.mask, weights, NAN))
+    figures = of_limiters(measured(tokens, config, 0.9))
+    assert figures == pytest.approx(by_hand(replace(plain, rollout_is_weights=weights), config, 0.9), rel=EXACT)
+    unweighted = of_limiters(measured(plain, config, 0.9))
+    of_the_surrogate = {"limiter/loss/pg", "limiter/push_cosine", "limiter/clip/removed"}
+    of_the_surrogate |= {f"limiter/push/{name}" for name in ("pg", "pg_unclipped", "clip", "reward_kl")}
+    of_the_surrogate |= {f"limiter/push_share/{name}" for name in ("pg", "entropy", "kl")}
+    assert {name for name in figures if figures[name] != unweighted[name]} == of_the_surrogate
+
+
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_every_figure_equals_autograd_in_single_precision(temperature: float) -> None:
     tokens, config = Tokens.random(temperature, dtype=torch.float32, vocabulary=2000), actor_config()
@@ -372,7 +392,7 @@ def test_no_figure_depends_on_the_split(mode: str, cut: list[list[int]]) -> None
 def test_junk_in_masked_places_reaches_no_figure() -> None:
     tokens, config = Tokens.random(1.0), actor_config()
     clean = measured(tokens, config, 1.0)
-    values = [getattr(tokens, field.name) for field in fields(tokens)]
+    values = [getattr(tokens, field.name) for field in fields(tokens)][:-1]  # without weights
     junk = Tokens(*(torch.where(tokens.mask, x, NAN) if x.is_floating_point() and x.dim() == 2 else x for x in values))
     junk.logits = torch.where(tokens.mask.unsqueeze(-1), tokens.logits, NAN)
     assert measured(junk, config, 1.0) == clean

@@ -182,7 +182,8 @@ def test_in_bypass_mode_the_samplers_log_probabilities_stand_for_the_policys(tmp
 
 def test_a_sampler_that_is_far_off_is_weighted_down_and_rejected(tmp_path):
     key = "algorithm.rollout_correction"
-    trainer, groups, record = make_trainer(tmp_path, [f"{key}.rollout_is=sequence", f"{key}.rollout_rs=token"])
+    reject = [f"{key}.rollout_rs=token_k1", f"{key}.rollout_rs_threshold=0.5_2.0"]
+    trainer, groups, record = make_trainer(tmp_path, [f"{key}.rollout_is=sequence", *reject])
     groups.fill["old_log_probs"] = -1.5
     trainer.fit()
     batch = groups.batches["update_actor"]
@@ -193,6 +194,7 @@ def test_a_sampler_that_is_far_off_is_weighted_down_and_rejected(tmp_path):
     trainer.num_steps = 5
     trainer.fit()
     assert not groups.batches["update_actor"].loss_mask.any()
+    assert record.lines[5]["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert groups.batches["update_actor"].response_mask.all()
 
 

@@ -128,6 +128,8 @@ def test_a_limiter_that_cannot_act_is_known_from_the_configuration(limiter: str,
     "changes",
     [
         {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.ppo_mini_batch_size": 256},
+        # The ratio is to the sampler, and may leave the band in the first update.
+        {f"{ACTOR}.ppo_mini_batch_size": 256, "algorithm.rollout_correction.bypass_mode": True},
         {f"{ACTOR}.kl_loss_type": "k1+"},
         {f"{ACTOR}.kl_loss_coef": 0, f"{ACTOR}.use_kl_loss": False},
         {"algorithm.kl_ctrl.kl_coef": 0, "algorithm.use_kl_in_reward": False},

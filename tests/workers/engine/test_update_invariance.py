@@ -87,6 +87,7 @@ def widened(batch: PPOBatch) -> PPOBatch:
         "ref_log_prob",
         "advantages",
         "kl_advantages",
+        "rollout_is_weights",
         "values",
         "returns",
     ):
@@ -144,12 +145,13 @@ def batch(answered: Callable[..., PPOBatch], policy: str, critic: str, row_ids: 
     batch.advantages = noise(1) + 0.4
     batch.advantages[0, 0] = 0.0
     batch.kl_advantages = 0.3 * batch.advantages + 0.1
+    batch.rollout_is_weights = noise(0.4).exp().clamp(max=1.5)
     # Off far enough that both sides of the clip act, and in some tokens the dual clip (a ratio above 3).
     batch.old_log_probs = log_prob + noise(0.5) - 1.6 * (noise(1) > 0.7)
     # Far in a few tokens, where k3 is capped.
     batch.ref_log_prob = log_prob + noise(0.3) + 4.0 * (noise(1) > 1.6)
     batch.values, batch.returns = value + noise(0.5), value + noise(1)
-    for name in ("advantages", "kl_advantages", "old_log_probs", "ref_log_prob"):
+    for name in ("advantages", "kl_advantages", "rollout_is_weights", "old_log_probs", "ref_log_prob"):
         setattr(batch, name, getattr(batch, name).masked_fill(~batch.loss_mask, math.nan))
     for name in ("values", "returns"):
         setattr(batch, name, getattr(batch, name).masked_fill(~batch.response_mask, math.nan))
@@ -158,7 +160,7 @@ def batch(answered: Callable[..., PPOBatch], policy: str, critic: str, row_ids: 
 
 def in_float64(batch: PPOBatch) -> PPOBatch:
     wide = batch.clone()
-    for name in ("advantages", "kl_advantages", "old_log_probs", "ref_log_prob", "values", "returns"):
+    for name in ("advantages", "kl_advantages", "rollout_is_weights", "old_log_probs", "ref_log_prob", "values", "returns"):
         setattr(wide, name, getattr(batch, name).double())
     return wide
 
@@ -213,13 +215,13 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
         logits = raw[-1] / TEMPERATURE
         log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
         log_prob = log_p[torch.arange(length), ids[len(ids) - length :]][mask]
-        names = ("advantages", "old_log_probs", "ref_log_prob", "kl_advantages")
-        a, old, ref, kl_a = (getattr(batch, name)[row, :length][mask] for name in names)
+        names = ("advantages", "old_log_probs", "ref_log_prob", "kl_advantages", "rollout_is_weights")
+        a, old, ref, kl_a, w = (getattr(batch, name)[row, :length][mask] for name in names)
         ratio = torch.exp(log_prob - old)
         plain, clipped = -a * ratio, -a * ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
         worse = torch.maximum(plain, clipped)
         at_dual = (a < 0) & (worse > -actor.clip_ratio_c * a)
-        surrogate.append(torch.where(at_dual, -actor.clip_ratio_c * a, worse))
+        surrogate.append(w * torch.where(at_dual, -actor.clip_ratio_c * a, worse))
         high.append((a > 0) & (ratio > 1 + actor.clip_ratio_high))
         low.append((a < 0) & (ratio < 1 - actor.clip_ratio_low))
         dual.append(at_dual)
@@ -227,9 +229,9 @@ def actor_by_hand(folder: str, batch: PPOBatch, actor: ActorConfig, row_ids: Cal
         kl.append(k3_held_at_its_cap(log_prob - ref))
         capped.append(log_prob - ref < -2.6108686381498756)
         log_ratio.append(old - log_prob)
-        unclipped.append(plain)
-        from_kl.append(-kl_a * ratio)
-        weights.append((a * ratio).abs())
+        unclipped.append(w * plain)
+        from_kl.append(-w * kl_a * ratio)
+        weights.append((w * a * ratio).abs())
         sampling_kl.append(k3_held_at_its_cap(old - ref))
         zero.append(a == 0)
     mode = actor.loss_agg_mode
@@ -502,7 +504,7 @@ def test_a_mini_batch_without_a_token_gives_loss_0_gradient_0_and_leaves_the_wei
     """DESIGN 5.3, on the whole mini-batch; single empty pieces occur in the tests above."""
     empty = batch.clone()
     empty.loss_mask = torch.zeros_like(batch.loss_mask)
-    for name in ("advantages", "kl_advantages", "old_log_probs", "ref_log_prob"):
+    for name in ("advantages", "kl_advantages", "rollout_is_weights", "old_log_probs", "ref_log_prob"):
         setattr(empty, name, torch.full_like(getattr(batch, name), math.nan))
     roles, critic = configs("AdamW")
     still = replace(roles, actor=replace(roles.actor, optim=replace(roles.actor.optim, weight_decay=0.0)))
