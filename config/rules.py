@@ -316,7 +316,9 @@ def _correction_rules(config: GovernorConfig) -> Iterator[Fault]:
 def _threshold_fault(correction: RolloutCorrectionConfig, mode: str) -> str | None:
     """What is wrong with the bounds of a rejection that is on."""
     if correction.rollout_rs_threshold is None:
-        bounds = "a band of ratios, as in 0.5_2.0" if mode.endswith("k1") else "the largest value that stays, as in 0.01"
+        bounds = (
+            "a band of ratios, as in 0.5_2.0" if mode.endswith("k1") else "the largest value that stays, as in 0.01"
+        )
         return f"rollout_rs={mode} needs {bounds}"
     try:
         lower, upper = bounds_of(correction.rollout_rs_threshold)

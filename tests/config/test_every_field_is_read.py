@@ -18,9 +18,7 @@ from config.load import field_type
 
 ROOT = Path(__file__).parents[2]
 CLASSES: dict[str, type] = {
-    name: kind
-    for name, kind in vars(schema).items()
-    if isinstance(kind, type) and kind.__module__ == schema.__name__
+    name: kind for name, kind in vars(schema).items() if isinstance(kind, type) and kind.__module__ == schema.__name__
 }
 # Fields whose value acts through the interpolation of others.
 INTERPOLATED = {("ActorConfig", "clip_ratio"): ("config/actor/default.yaml", "clip_ratio_low: ${.clip_ratio}")}

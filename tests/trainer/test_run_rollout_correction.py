@@ -48,7 +48,9 @@ def test_weights_and_rejection_act_and_the_samples_show_both(tmp_path: Path) -> 
         assert sum(line[f"limiter/tokens/{name}"] for name in tokens) == pytest.approx(1)
         assert line["limiter/loss/pg"] + line["limiter/loss/entropy"] == pytest.approx(line["actor/loss"])
     samples = lines_of(tmp_path / "samples.jsonl")
-    acted = [(name, weight) for row in samples for name, weight in zip(row["acted"], row["rollout_is_weights"], strict=True)]
+    acted = [
+        (name, weight) for row in samples for name, weight in zip(row["acted"], row["rollout_is_weights"], strict=True)
+    ]
     assert {abs(weight - 1) > 0.0009 for name, weight in acted if name == "rejected"} == {True}
     assert all(abs(weight - 1) < 0.0011 for name, weight in acted if name != "rejected")
 

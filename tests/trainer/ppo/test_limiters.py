@@ -220,7 +220,9 @@ class Tokens:
 
     def double(self) -> "Tokens":
         values = [getattr(self, field.name) for field in fields(self)]
-        return Tokens(*(value if value is None or not value.is_floating_point() else value.double() for value in values))
+        return Tokens(
+            *(value if value is None or not value.is_floating_point() else value.double() for value in values)
+        )
 
 
 def loss_of(

@@ -160,7 +160,15 @@ def batch(answered: Callable[..., PPOBatch], policy: str, critic: str, row_ids: 
 
 def in_float64(batch: PPOBatch) -> PPOBatch:
     wide = batch.clone()
-    for name in ("advantages", "kl_advantages", "rollout_is_weights", "old_log_probs", "ref_log_prob", "values", "returns"):
+    for name in (
+        "advantages",
+        "kl_advantages",
+        "rollout_is_weights",
+        "old_log_probs",
+        "ref_log_prob",
+        "values",
+        "returns",
+    ):
         setattr(wide, name, getattr(batch, name).double())
     return wide
 
