@@ -58,7 +58,7 @@ from workers.engine.pieces import Piece, make_piece
 from workers.engine.schedule import lr_multiplier
 from workers.losses import LossShare, ppo_loss
 from workers.reward.function import as_reward
-from workers.reward.scorers import SCORERS
+from workers.reward.scorers import GYM_PREFIX, SCORERS
 from workers.rollout.hf import response_mask
 
 Entry = dict[str, Any]
@@ -584,7 +584,8 @@ def unicode_kind(entry: Entry) -> Any:
     (text,) = tokenizer.batch_decode([cut], skip_special_tokens=True)
     assert text == entry["expected"]["decoded"]
     assert (prompt_tokens(text, "row 1", tokenizer, {}) == cut) is entry["expected"]["reencoded_ids_equal"]
-    assert all(scorer("", text, "42", {})["acc"] == 0.0 for scorer in SCORERS.values())
+    scorers = [scorer for name, scorer in SCORERS.items() if not name.startswith(GYM_PREFIX)]  # whose rows hold a problem
+    assert all(scorer("", text, "42", {})["acc"] == 0.0 for scorer in scorers)
     return None
 
 
