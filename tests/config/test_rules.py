@@ -56,6 +56,10 @@ def fault_of(changes: dict[str, Any]) -> str:
 
 
 VLLM = {f"{ROLLOUT}.name": "vllm"}
+APART = {
+    "trainer.resource_pools": {"sampler": {"nnodes": 1, "n_gpus_per_node": 2}},
+    "trainer.role_pools.rollout": "sampler",
+}
 CORRECTION = "algorithm.rollout_correction"
 BAND = {f"{CORRECTION}.rollout_rs": "seq_sum_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"}
 CASES = {
@@ -171,6 +175,11 @@ CASES = {
         {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 2},
         f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1, a node's devices",
         {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 4},
+    ),
+    "an engine's devices are on one node of the rollout's own pool": (
+        {**VLLM, **APART, f"{ROLLOUT}.tensor_model_parallel_size": 4},
+        f"{ROLLOUT}.tensor_model_parallel_size=4: must divide trainer.resource_pools.sampler.n_gpus_per_node=2, a node's devices",
+        {**VLLM, **APART, f"{ROLLOUT}.tensor_model_parallel_size": 2},
     ),
     "a share of the GPU's memory has no effect on CPU": (
         {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cpu"},
