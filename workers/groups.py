@@ -19,7 +19,7 @@ from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
 from workers.actor import Actor, ActorRollout, LocalUpdate
 from workers.critic import Critic
-from workers.engine.flops import update_flops
+from workers.engine.flops import actor_mfu
 from workers.engine.fsdp import UpdateOutcome
 from workers.engine.models import PolicySpec
 from workers.pool import ResourcePool
@@ -122,11 +122,16 @@ class ActorRolloutGroup:
     def mfu(self, batch: PPOBatch, seconds: float) -> dict[str, float]:
         """`perf/mfu/actor` of a step's updates that took so long; nothing where a device's peak is not known."""
         size, peak = self.pool.call_all(self.NAME, "speed")[0]
-        if peak is None:
-            return {}
         (mask,) = require(batch, "response_mask")
-        flops = update_flops(size, lengths=real_lengths(batch).tolist(), num_response_tokens=int(mask.sum()))
-        return {"perf/mfu/actor": self.config.actor.ppo_epochs * flops / (seconds * self.pool.size * peak)}
+        return actor_mfu(
+            size,
+            lengths=real_lengths(batch).tolist(),
+            num_response_tokens=int(mask.sum()),
+            epochs=self.config.actor.ppo_epochs,
+            seconds=seconds,
+            num_devices=self.pool.size,
+            peak=peak,
+        )
 
     def update_weights(self) -> None:
         """Bring the trained weights into the samplers."""

@@ -30,9 +30,12 @@ def roles(configure: Callable) -> Callable[..., ActorRolloutRefConfig]:
         f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.rollout.n=2", f"{ACTOR}.entropy_coeff=0.01"
     ).actor_rollout_ref
 
-    def change(temperature: float, micro: int | None, log_prob_micro: int | None) -> ActorRolloutRefConfig:
+    def change(
+        temperature: float, micro: int | None, log_prob_micro: int | None, chunk_size: int | None = None
+    ) -> ActorRolloutRefConfig:
         return replace(
             base,
+            model=replace(base.model, logits_chunk_size=chunk_size),
             actor=replace(base.actor, ppo_micro_batch_size_per_gpu=micro),
             rollout=replace(base.rollout, temperature=temperature, log_prob_micro_batch_size_per_gpu=log_prob_micro),
             ref=replace(base.ref, log_prob_micro_batch_size_per_gpu=log_prob_micro),
@@ -58,6 +61,7 @@ def first_update(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("micro", [None, 1], ids=["all rows at once", "one row at a time"])
+@pytest.mark.parametrize("chunk_size", [None, 5], ids=["whole logits", "5 tokens' logits at a time"])
 def test_the_ratio_is_1_and_the_kl_0_to_the_bit_at_equal_widths(
     pool: ResourcePool,
     roles: Callable[..., ActorRolloutRefConfig],
@@ -65,9 +69,10 @@ def test_the_ratio_is_1_and_the_kl_0_to_the_bit_at_equal_widths(
     prompts_of: Callable[..., PPOBatch],
     temperature: float,
     micro: int | None,
+    chunk_size: int | None,
 ) -> None:
     batch = prompts_of(PROMPTS, samples=2)
-    batch, metrics = first_update(pool, roles(temperature, micro, micro), write_model("qwen3"), batch)
+    batch, metrics = first_update(pool, roles(temperature, micro, micro, chunk_size), write_model("qwen3"), batch)
     mask = batch.response_mask
     assert 2 * len(batch) < int(mask.sum()) < MAX_TOKENS * len(batch), "responses of uneven lengths"
     assert torch.equal(batch.old_log_probs[mask], batch.ref_log_prob[mask])

@@ -7,6 +7,7 @@ once more, so that what is kept is [tokens, hidden].
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,13 @@ def figures_in_chunks(
     return TokenFigures(*out)  # pyright: ignore[reportGeneralTypeIssues]
 
 
+def chunks(num_tokens: int, chunk_size: int) -> list[slice]:
+    """As few chunks of at most `chunk_size` as there can be, of even sizes: a short last one would be slow for its tokens."""
+    count = -(-num_tokens // chunk_size)
+    edges = [num_tokens * index // count for index in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(edges)]
+
+
 def token_figures(
     logits: Tensor, labels: Tensor, temperature: float, *, with_entropy: bool, with_geometry: bool
 ) -> TokenFigures:
@@ -122,7 +130,13 @@ def token_figures(
         _figures_of_rows(*rows, temperature, with_entropy=with_entropy, with_geometry=with_geometry)
         for rows in zip(logits.split(size), labels.split(size), strict=True)
     ]
-    return TokenFigures(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+    return join(parts)
+
+
+def join(parts: list[TokenFigures]) -> TokenFigures:
+    """The figures of consecutive tokens, put together."""
+    columns = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+    return TokenFigures(*columns)  # pyright: ignore[reportArgumentType]
 
 
 def _figures_of_rows(
@@ -190,11 +204,9 @@ class _ChunkedFigures(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         parts = [
             token_figures(head.logits(h), y, temperature, with_entropy=with_entropy, with_geometry=with_geometry)
-            for h, y in zip(hidden.split(chunk_size), labels.split(chunk_size), strict=True)
+            for h, y in ((hidden[rows], labels[rows]) for rows in chunks(len(hidden), chunk_size))
         ]
-        figures = TokenFigures(
-            *(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
-        )
+        figures = join(parts)
         ctx.head, ctx.temperature, ctx.chunk_size = head, temperature, chunk_size
         ctx.save_for_backward(hidden, labels, figures.log_prob, figures.log_sum, figures.entropy)
         constants = [x for x in (figures.log_sum, figures.others, figures.geometry_entropy) if x is not None]
@@ -213,8 +225,7 @@ class _ChunkedFigures(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # In float32, since a sum over chunks in bfloat16 would lose the small ones.
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-        for start in range(0, len(hidden), ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
+        for rows in chunks(len(hidden), ctx.chunk_size):
             h = hidden[rows].detach().requires_grad_(needs_hidden)
             with torch.enable_grad():
                 logits = ctx.head.logits(h)

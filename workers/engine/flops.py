@@ -32,6 +32,8 @@ PEAK_BF16_FLOPS: list[tuple[str, float]] = [
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU by its name; None for one that is not in the table."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    if words & {"Laptop", "MIG"}:  # less than the whole GPU of that name
+        return None
     return next((peak for name, peak in PEAK_BF16_FLOPS if words.issuperset(name.split())), None)
 
 
@@ -80,3 +82,20 @@ def update_flops(size: ModelSize, *, lengths: Iterable[int], num_response_tokens
     head = (4 * size.head + 2 * size.trained_head) * num_response_tokens
     attention = 12 * size.num_layers * size.attention_width * sum(length**2 for length in lengths)
     return float(body + head + attention)
+
+
+def actor_mfu(
+    size: ModelSize,
+    *,
+    lengths: Iterable[int],
+    num_response_tokens: int,
+    epochs: int,
+    seconds: float,
+    num_devices: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """`perf/mfu/actor` of a step's updates that took so long; nothing where the devices' peak is not known."""
+    if peak is None:
+        return {}
+    flops = epochs * update_flops(size, lengths=lengths, num_response_tokens=num_response_tokens)
+    return {"perf/mfu/actor": flops / (seconds * num_devices * peak)}

@@ -113,8 +113,9 @@ class PolicyModel(nn.Module):
                 with_entropy=with_entropy,
                 with_geometry=with_geometry,
             )
+            # Cloned, since FSDP2 hooks the backward of what its modules return, which is unsafe for views.
             log_prob, _, entropy, others, geometry_entropy = (
-                None if figure is None else figure.view(labels.shape) for figure in figures
+                None if figure is None else figure.view(labels.shape).clone() for figure in figures
             )
             assert log_prob is not None
             return PolicyOutput(log_prob, entropy, None if others is None else LogitGeometry(others, geometry_entropy))
