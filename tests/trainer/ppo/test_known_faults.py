@@ -584,7 +584,9 @@ def unicode_kind(entry: Entry) -> Any:
     (text,) = tokenizer.batch_decode([cut], skip_special_tokens=True)
     assert text == entry["expected"]["decoded"]
     assert (prompt_tokens(text, "row 1", tokenizer, {}) == cut) is entry["expected"]["reencoded_ids_equal"]
-    scorers = [scorer for name, scorer in SCORERS.items() if not name.startswith(GYM_PREFIX)]  # whose rows hold a problem
+    scorers = [
+        scorer for name, scorer in SCORERS.items() if not name.startswith(GYM_PREFIX)
+    ]  # whose rows hold a problem
     assert all(scorer("", text, "42", {})["acc"] == 0.0 for scorer in scorers)
     return None
 
