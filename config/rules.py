@@ -363,12 +363,14 @@ def _vllm_rules(config: GovernorConfig, rollout: RolloutConfig, prefix: str) -> 
     ):
         if 0 < temperature < 0.01:
             yield Fault(f"{prefix}.{key}", temperature, "vLLM samples at 0.01 below that: use 0.01 or more, or name=hf")
-    size, devices = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
-    if devices % size:
+    name, size = role_pools(config)["rollout"], rollout.tensor_model_parallel_size
+    pool = pools_of(config).get(name)  # None where there is no such pool, which is a fault by itself
+    if pool is not None and pool.n_gpus_per_node % size:
+        key = "trainer" if name == GLOBAL_POOL else f"trainer.resource_pools.{name}"
         yield Fault(
             f"{prefix}.tensor_model_parallel_size",
             size,
-            f"must divide trainer.n_gpus_per_node={devices}, a node's devices",
+            f"must divide {key}.n_gpus_per_node={pool.n_gpus_per_node}, a node's devices",
         )
     if (
         config.trainer.device == "cpu"

@@ -18,6 +18,7 @@ GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
 ADAPTIVE = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
 SAMPLED_VALIDATION = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.do_sample": True}
 POOL = {"aside": {"nnodes": 1, "n_gpus_per_node": 3}}
+ROLLOUT_ASIDE = {"trainer.resource_pools": POOL, "trainer.role_pools.rollout": "aside"}
 REFERENCE = {"algorithm.use_kl_in_reward": True}
 DYNAMIC = {  # rows of 32 + 5 tokens
     f"{ACTOR}.use_dynamic_bsz": False,
@@ -140,11 +141,17 @@ CASES = {
         f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.n_gpus_per_node=1, a node's devices",
         {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 4},
     ),
+    "an engine's devices are on one node of the rollout's own pool": (
+        {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 2, **ROLLOUT_ASIDE, "trainer.n_gpus_per_node": 2},
+        f"{ROLLOUT}.tensor_model_parallel_size=2: must divide trainer.resource_pools.aside.n_gpus_per_node=3, a node's devices",
+        {**VLLM, f"{ROLLOUT}.tensor_model_parallel_size": 3, **ROLLOUT_ASIDE, "trainer.n_gpus_per_node": 2},
+    ),
     "a share of the GPU's memory has no effect on CPU": (
         {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cpu"},
         f"{ROLLOUT}.gpu_memory_utilization=0.8: has no effect with trainer.device=cpu: use "
         f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes",
         {**VLLM, f"{ROLLOUT}.gpu_memory_utilization": 0.8, "trainer.device": "cuda"},
+    ),
     "a pool has a role": (
         {"trainer.resource_pools": POOL},
         "trainer.resource_pools.aside: no role lives in it: drop it, or send a role there, as in "
