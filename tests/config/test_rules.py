@@ -19,6 +19,7 @@ GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
 ADAPTIVE = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
 SAMPLED_VALIDATION = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.do_sample": True}
 POOL = {"aside": {"nnodes": 1, "n_gpus_per_node": 3}}
+ROLLOUT_ASIDE = {"trainer.resource_pools": POOL, "trainer.role_pools.rollout": "aside"}
 REFERENCE = {"algorithm.use_kl_in_reward": True}
 DYNAMIC = {  # rows of 32 + 5 tokens
     f"{ACTOR}.use_dynamic_bsz": False,

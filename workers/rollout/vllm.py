@@ -69,7 +69,7 @@ class VLLMRollout:
             log.exception("the vLLM engine did not start")
             raise ConfigError(
                 f"{NAME}: the engine does not start with the model in {spec.path} and these settings: {_line(error)}. "
-                f"logs/device_{self.rank}.log has more. actor_rollout_ref.rollout.name=hf decodes without vLLM."
+                f"logs/*device_{self.rank}.log has more. actor_rollout_ref.rollout.name=hf decodes without vLLM."
             ) from error
 
     # --- the engine's life -------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class VLLMRollout:
             self.shutdown()
             raise WorkerLostError(
                 f"{NAME}: the engine of device {self.rank} failed while decoding: {_line(error)}. "
-                f"logs/device_{self.rank}.log has more. The same command again goes on from the newest checkpoint."
+                f"logs/*device_{self.rank}.log has more. The same command again goes on from the newest checkpoint."
             ) from error
         tokens = torch.full((len(prompts), max_tokens), self.pad_token_id, dtype=torch.long)
         mask = torch.zeros(len(prompts), max_tokens, dtype=torch.bool)
@@ -418,6 +418,6 @@ def _line(error: BaseException) -> str:
 def _refused(rank: int, error: BaseException) -> str:
     return (
         f"{NAME}: the engine of device {rank} did not take the new weights: {_line(error)}. It was ended, since it would go "
-        f"on with old ones. logs/device_{rank}.log has more. The same command again goes on from the newest checkpoint; "
+        f"on with old ones. logs/*device_{rank}.log has more. The same command again goes on from the newest checkpoint; "
         "actor_rollout_ref.rollout.name=hf decodes without vLLM."
     )
