@@ -45,6 +45,7 @@ class ConfigFaults(ValueError):
     """All faults of a configuration, one text."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = faults
         lines = [f"  {fault}" for fault in faults]
         noun = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         super().__init__("\n".join([f"The configuration has {noun}; nothing was started.", *lines]))

@@ -34,7 +34,8 @@ NOT_SENT = (".*", "__pycache__", "*.egg-info", "outputs", "checkpoints", "wandb"
 MAX_BYTES = 100 * 1024**2  # Ray's dashboard takes no larger package
 SHOWN_LARGEST = 5
 STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"  # read by the job's supervisor, from the job's own environment
-REWARD_PATH = "reward.custom_reward_function.path"
+# Keys of files that the rules of a configuration look into.
+READ_AT_START = ("reward.custom_reward_function.path", "reward.reward_model.model_path")
 TAIL_CHARACTERS = 20_000
 MAX_TRIES, RETRY_S, POLL_S = 30, 2.0, 0.5
 AGENT_WAIT_S = 60.0
@@ -148,10 +149,8 @@ def check(submission: Submission) -> list[str]:
                 submission.overrides, config_name=submission.config_name, config_dir=submission.config_dir
             )
             flat = flatten(values)
-            reward = flat.get(REWARD_PATH)
-            if isinstance(reward, str) and Path(reward).is_absolute():  # a file of the cluster's
-                values["reward"]["custom_reward_function"]["path"] = None
-            check_values(values)
+            with _without_faults_of_absent_files():
+                check_values(values)
         except ConfigFaults as faults:
             raise ConfigError(str(faults)) from None
         faults = [
@@ -163,6 +162,21 @@ def check(submission: Submission) -> list[str]:
         raise ConfigError(str(ConfigFaults(faults)))
     _check_size(submission.working_dir, files)
     return files
+
+
+@contextlib.contextmanager
+def _without_faults_of_absent_files() -> Iterator[None]:
+    """Let pass that an absolute path is not there: it is the cluster's."""
+    try:
+        yield
+    except ConfigFaults as error:
+        faults = [fault for fault in error.faults if fault.key not in READ_AT_START or not _is_absent(fault.value)]
+        if faults:
+            raise ConfigFaults(faults) from error
+
+
+def _is_absent(path: Any) -> bool:
+    return Path(str(path)).is_absolute() and not Path(str(path)).exists()
 
 
 def _path_faults(flat: dict[str, Any], config_dir: str | None, files: Sequence[str]) -> Iterator[Fault]:

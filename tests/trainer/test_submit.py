@@ -55,12 +55,22 @@ def test_a_fault_is_told_with_exit_2_before_any_address_is_asked(tmp_path, capsy
 def test_files_of_the_cluster_need_not_be_here(tmp_path):
     absolute = [
         "reward.custom_reward_function.path=/shared/reward.py",
+        "reward.custom_reward_function.batched=true",
+        "reward.reward_model.enable=true",
+        "reward.reward_model.model_path=/shared/judge",
+        "reward.reward_model.combine=add",
         "actor_rollout_ref.model.path=/shared/model",
         "data.generator.name=null",
         "data.train_files=[/shared/rows.jsonl]",
         "data.val_files=[]",
     ]
     assert check(submission(tmp_path, SHARED, *absolute)) == []
+    (tmp_path / "reward.py").write_text("def score(): ...\n")
+    here = [*absolute, f"reward.custom_reward_function.path={tmp_path}/reward.py", "data.seed=-1"]
+    with pytest.raises(ConfigError, match=r"data\.seed=-1: must be"):
+        check(submission(tmp_path, SHARED, *here))
+    with pytest.raises(ConfigError, match=r"has 1 fault(.|\n)*defines no such function; it has score"):
+        check(submission(tmp_path, SHARED, *here[:-1]))
 
 
 def test_relative_paths_mean_files_that_are_sent(tmp_path):
