@@ -31,14 +31,17 @@ def export(source: Path, out: Path, *, merged: bool, base: Path | None) -> str:
     aside = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
     is_adapter = (actor / ADAPTER_FILES[0]).exists()
-    if is_adapter and merged:
-        folder = base or _base(actor)
-        _merge(actor, folder, aside)
-        what = f"the model {folder} with the adapter of {actor} merged"
-    else:
-        shutil.copytree(actor, aside)
-        what = f"the {'adapter' if is_adapter else 'model'} of {actor}"
-    os.rename(aside, out)
+    try:
+        if is_adapter and merged:
+            folder = _base(actor, base)
+            _merge(actor, folder, aside)
+            what = f"the model {folder} with the adapter of {actor} merged"
+        else:
+            shutil.copytree(actor, aside)
+            what = f"the {'adapter' if is_adapter else 'model'} of {actor}"
+        os.rename(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return f"{out}: {what}"
 
 
@@ -57,8 +60,12 @@ def _actor(source: Path) -> Path:
     return found.folder / "actor"
 
 
-def _base(actor: Path) -> Path:
-    """The base's folder: where it was, or the run's own model, which may have moved with the run."""
+def _base(actor: Path, named: Path | None) -> Path:
+    """The base's folder: the one named, else where it was, or the run's own model, which may have moved with the run."""
+    if named is not None:
+        if not (named / "config.json").exists():
+            raise ConfigError(f"--base={named}: no Hugging Face model there (config.json is missing)")
+        return named
     recorded, beside = base_of(actor), actor.parents[2] / "model"
     for folder in (recorded, beside):
         if (folder / "config.json").exists():

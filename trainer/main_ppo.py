@@ -435,10 +435,7 @@ def _start_adapter(
                 "governor export --merged, and start a new run from that model."
             )
         return None
-    adapter, shape = prepare_adapter(model, base, run_dir.root / "adapter", seed=config.data.seed)
-    if actor is not None:
-        shape.check(str(actor))
-    return adapter
+    return prepare_adapter(model, base, run_dir.root / "adapter", seed=config.data.seed, checkpoint=actor)
 
 
 def _load_data(

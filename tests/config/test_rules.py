@@ -12,7 +12,8 @@ from config.rules import Fault, check_rules, notices, shown
 from config.schema import GovernorConfig
 
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
-RANDOM = "actor_rollout_ref.model.random_init"
+MODEL = "actor_rollout_ref.model"
+RANDOM = f"{MODEL}.random_init"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 FILES = {"data.generator.name": None, "data.train_files": ["a.parquet"]}
 GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
@@ -279,6 +280,22 @@ CASES = {
             "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 36,
         },
+    ),
+    "an adapter to start from needs its rank": (
+        {f"{MODEL}.lora_adapter_path": "adapter"},
+        f"{MODEL}.lora_adapter_path=adapter: needs {MODEL}.lora_rank, the adapter's own",
+        {f"{MODEL}.lora_adapter_path": "adapter", f"{MODEL}.lora_rank": 4, **GRPO},
+    ),
+    "an adapter is on some layer": (
+        {f"{MODEL}.lora_rank": 4, f"{MODEL}.target_modules": []},
+        f"{MODEL}.target_modules=[]: names no layer",
+        {f"{MODEL}.target_modules": []},
+    ),
+    "with LoRA the reference computes as the actor does": (
+        {f"{MODEL}.lora_rank": 4, f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.fsdp_config.dtype": "float64"},
+        "actor_rollout_ref.ref.fsdp_config.dtype=float64: with LoRA the reference is the actor's model without its adapter: "
+        f"drop it, or set it to {ACTOR}.fsdp_config.dtype=bfloat16",
+        {f"{MODEL}.lora_rank": 4, "actor_rollout_ref.ref.fsdp_config.dtype": "float64"},  # where there is no reference
     ),
     "there are rows to train on": (
         {"data.generator.name": None},
@@ -600,6 +617,11 @@ NOTICES = {
         {**KL_REWARD, "algorithm.kl_ctrl.kl_coef": 0.0},
         "algorithm.kl_ctrl.kl_coef=0 pays for a reference policy and does nothing",
         {"algorithm.kl_ctrl.kl_coef": 0.0},
+    ),
+    "a critic beside LoRA": (
+        {f"{MODEL}.lora_rank": 4},
+        "LoRA is the policy's: the critic is trained whole",
+        {f"{MODEL}.lora_rank": 4, **GRPO},
     ),
     "one update per step": (
         {f"{ACTOR}.ppo_mini_batch_size": 256},

@@ -279,23 +279,28 @@ class AdapterShape:
         check_base(folder, self.base)
 
 
-def prepare_adapter(config: ModelConfig, base: str, folder: Path, *, seed: int) -> tuple[StartAdapter, AdapterShape]:
+def prepare_adapter(
+    config: ModelConfig, base: str, folder: Path, *, seed: int, checkpoint: Path | None = None
+) -> StartAdapter:
     """The adapter that a run starts from: that of `lora_adapter_path`, else a fresh one, made in `folder`.
 
-    Its shape is what a checkpoint's adapter must have too.
+    A run that goes on from a checkpoint's adapter keeps its fresh one as it is.
 
     Raises:
-        ConfigError: peft is missing, the named modules cannot have an adapter, or the adapter does not fit.
+        ConfigError: peft is missing, the named modules cannot have an adapter, or an adapter does not fit.
     """
     shape = AdapterShape(config, base)
+    if checkpoint is not None:
+        shape.check(str(checkpoint))
     if config.lora_adapter_path is None:
-        shape.write_fresh(folder, seed)
-        return shape.describe(str(folder)), shape
+        if checkpoint is None or not folder.exists():
+            shape.write_fresh(folder, seed)
+        return shape.describe(str(folder))
     try:
         shape.check(config.lora_adapter_path)
     except ConfigError as error:
         raise ConfigError(f"{KEY}.lora_adapter_path={config.lora_adapter_path}: {error}") from None
-    return shape.describe(str(Path(config.lora_adapter_path).resolve())), shape
+    return shape.describe(str(Path(config.lora_adapter_path).resolve()))
 
 
 def check_base(folder: str | Path, base: str) -> None:

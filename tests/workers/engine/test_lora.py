@@ -57,7 +57,7 @@ def make_engine(device_context: DeviceContext, tmp_path: Path) -> Callable[..., 
         dtype: str = "float32",
         config: ModelConfig = CONFIG.model,
     ) -> LoraEngine:
-        folder = adapter or prepare_adapter(config, base, tmp_path / "fresh", seed=1)[0].path
+        folder = adapter or prepare_adapter(config, base, tmp_path / "fresh", seed=1).path
         model = load_model(AutoModelForCausalLM, base, dtype=torch.float32, override_config={}, trust_remote_code=False)
         spec = AdapterSpec(path=str(folder), reference=None if reference is None else str(reference))
         fsdp = dataclasses.replace(CONFIG.actor.fsdp_config, dtype=dtype)
@@ -376,7 +376,7 @@ def test_the_named_layers_get_an_adapter(
     write_model: Callable[..., str], tmp_path: Path, changes: dict, kinds: set[str], count: int
 ) -> None:
     base = write_model("qwen3")
-    adapter, _ = prepare_adapter(lora(**changes), base, tmp_path / "adapter", seed=1)
+    adapter = prepare_adapter(lora(**changes), base, tmp_path / "adapter", seed=1)
     assert {name.rsplit(".", 1)[-1] for name in adapter.layers} == kinds
     assert len(adapter.layers) == count
     weights = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
@@ -422,7 +422,7 @@ def test_a_trained_adapter_of_pefts_own_is_taken(write_model: Callable[..., str]
     )
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "theirs")
     wanted = lora(target_modules=["q_proj", "v_proj"], lora_adapter_path=str(tmp_path / "theirs"))
-    adapter, _ = prepare_adapter(wanted, base, tmp_path / "unused", seed=1)
+    adapter = prepare_adapter(wanted, base, tmp_path / "unused", seed=1)
     assert adapter.path == str(tmp_path / "theirs")
     assert not (tmp_path / "unused").exists()
 
