@@ -107,7 +107,8 @@ def test_the_slurm_script_is_sound_and_its_command_is_accepted(tmp_path):
         assert name in command
         command = command.replace(name, value)
     overrides = shlex.split(command)
-    assert checked(overrides, tmp_path).num_devices == 16
+    trainer = checked(overrides, tmp_path).trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == (2, 8)
     in_readme = re.findall(
         r"^ {4}sbatch examples/cluster/train.sbatch (.*)$", (script.parent / "README.md").read_text(), re.M
     )
