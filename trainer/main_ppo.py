@@ -144,7 +144,7 @@ def run(config: GovernorConfig) -> int:
         code = error.exit_code if isinstance(error, GovernorError) else 1
         if isinstance(error, SystemExit) and isinstance(error.code, int):  # a second signal
             code = error.code
-        if run_dir.has_run():
+        if run_dir.is_running:
             run_dir.write_state("failed", exit_code=code, reason=f"{type(error).__name__}: {error}")
         raise
     finally:

@@ -36,6 +36,7 @@ class RunDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.is_running = False  # by `run.json`, which this process wrote
         self._lock: Any = None
 
     # --- start -------------------------------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class RunDir:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"versions": versions()}
         known |= {"state": state, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields}
         _write_atomically(path, json.dumps(known, indent=1) + "\n")
+        self.is_running = state == "running"
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
         """Add lines to a series; each holds its `step`."""

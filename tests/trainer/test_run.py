@@ -128,10 +128,10 @@ def test_a_finished_run_says_so_and_ends_with_0(full_run, capsys):
 
 
 def test_a_resume_with_another_seed_is_refused_and_touches_nothing(full_run):
-    before = (full_run / "metrics.jsonl").read_bytes()
+    before = {name: (full_run / name).read_bytes() for name in ("metrics.jsonl", "run.json", "config.yaml")}
     with pytest.raises(ConfigError, match=r"data\.seed: the run has 1, now 2"):
         train(full_run, *ALL_LIMITERS, "data.seed=2", "trainer.total_training_steps=8")
-    assert (full_run / "metrics.jsonl").read_bytes() == before
+    assert {name: (full_run / name).read_bytes() for name in before} == before
     assert not (full_run / "checkpoints/global_step_8").exists()
 
 
@@ -205,6 +205,8 @@ def test_a_bad_reward_ends_the_run_with_exit_8_and_names_function_and_row(tmp_pa
             "trainer.val_before_train=false",
         )
     assert raised.value.exit_code == 8
+    state = json.loads((tmp_path / "run/run.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("failed", 8), "also where no step was finished"
 
 
 def test_a_reward_file_that_cannot_be_imported_ends_with_exit_8_and_its_traceback(tmp_path):
