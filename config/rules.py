@@ -486,6 +486,8 @@ def _reward_model_rules(config: GovernorConfig) -> Iterator[Fault]:
         )
     if model.coef == 0 and model.combine == "replace":
         yield Fault(f"{key}.coef", 0, "leaves no reward with combine=replace")
+    if model.fsdp_config.optimizer_offload:
+        yield Fault(f"{key}.fsdp_config.optimizer_offload", True, "the reward model is never trained: set it to false")
     if model.use_dynamic_bsz and model.max_length and model.forward_max_token_len_per_gpu < model.max_length:
         yield Fault(
             f"{key}.forward_max_token_len_per_gpu",

@@ -498,9 +498,13 @@ def test_all_rules_of_a_configuration_speak_at_once() -> None:
             {"use_dynamic_bsz": True, "max_length": 64, "forward_max_token_len_per_gpu": 63},
             "forward_max_token_len_per_gpu=63: must hold the longest conversation, reward.reward_model.max_length=64 tokens",
         ),
+        (
+            {"fsdp_config.optimizer_offload": True},
+            "fsdp_config.optimizer_offload=true: the reward model is never trained",
+        ),
         ({"apply_chat_template_kwargs": {"tokenize": False}}, "apply_chat_template_kwargs.tokenize=false: is set by"),
     ],
-    ids=["no model", "no folder", "no weight", "budget", "template"],
+    ids=["no model", "no folder", "no weight", "budget", "offload", "template"],
 )
 def test_a_reward_model_that_cannot_work_is_refused(tmp_path: Path, changes: dict[str, Any], fault: str) -> None:
     (tmp_path / "config.json").touch()

@@ -80,13 +80,14 @@ class RewardModel:
     @torch.no_grad()
     def compute_scores(self, micro_batches: list[list[Conversation]]) -> list[float]:
         """Scores of the conversations, micro-batch after micro-batch. An empty one joins the collectives with a blank."""
-        scores: list[float] = []
-        for piece in micro_batches:
-            rows = piece or [[0]]
-            lengths = torch.tensor([len(row) for row in rows])
-            input_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-            for place, row in enumerate(rows):
-                input_ids[place, : len(row)] = torch.tensor(row)
-            device = self.context.device
-            scores += self.engine.module(input_ids.to(device), lengths.to(device)).tolist()[: len(piece)]
-        return scores
+        with self.engine.loaded():
+            return [score for piece in micro_batches for score in self._score(piece)]
+
+    def _score(self, piece: list[Conversation]) -> list[float]:
+        rows = piece or [[0]]
+        lengths = torch.tensor([len(row) for row in rows])
+        input_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+        for place, row in enumerate(rows):
+            input_ids[place, : len(row)] = torch.tensor(row)
+        device = self.context.device
+        return self.engine.module(input_ids.to(device), lengths.to(device)).tolist()[: len(piece)]

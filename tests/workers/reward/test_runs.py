@@ -36,7 +36,7 @@ def reward_model(path: str, *overrides: str) -> list[str]:
     return [f"reward.reward_model.{setting}" for setting in ("enable=true", f"model_path={path}", *overrides)]
 
 
-def test_a_run_adds_rule_model_and_penalty_up_on_any_number_of_devices(tmp_path, write_reward_model):
+def test_a_run_adds_rule_model_and_penalty_up_wherever_the_model_lives(tmp_path, write_reward_model):
     overlong = "reward.reward_kwargs.overlong_buffer_cfg"
     overrides = [
         *reward_model(write_reward_model(), "combine=add", "coef=0.5", "micro_batch_size_per_gpu=3"),
@@ -53,6 +53,9 @@ def test_a_run_adds_rule_model_and_penalty_up_on_any_number_of_devices(tmp_path,
     assert "val-aux/copy/model_score/mean@1" in validation
     _, two = train(tmp_path / "two", *overrides, "trainer.n_gpus_per_node=2")
     assert two["reward/model_score/mean"] == pytest.approx(step["reward/model_score/mean"], abs=1e-5)
+    pool = ["+trainer.resource_pools.judge={nnodes:1,n_gpus_per_node:1}", "trainer.role_pools.reward_model=judge"]
+    offload = "reward.reward_model.fsdp_config.param_offload=true"
+    assert train(tmp_path / "apart", *overrides, *pool, offload) == [validation, step]
 
 
 def test_a_reward_model_in_place_of_a_rule_needs_no_scorer(tmp_path, write_reward_model):
