@@ -29,6 +29,7 @@ from workers.engine.lora import (
 )
 from workers.engine.models import AdapterSpec, PolicyModel, load_model
 from workers.engine.pieces import make_piece
+from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare
 
 CPU = torch.device("cpu")
@@ -56,13 +57,18 @@ def make_engine(device_context: DeviceContext, tmp_path: Path) -> Callable[..., 
         *,
         dtype: str = "float32",
         config: ModelConfig = CONFIG.model,
+        saving_memory: bool = False,
     ) -> LoraEngine:
         folder = adapter or prepare_adapter(config, base, tmp_path / "fresh", seed=1).path
         model = load_model(AutoModelForCausalLM, base, dtype=torch.float32, override_config={}, trust_remote_code=False)
         spec = AdapterSpec(path=str(folder), reference=None if reference is None else str(reference))
-        fsdp = dataclasses.replace(CONFIG.actor.fsdp_config, dtype=dtype)
+        offload = {"param_offload": saving_memory, "optimizer_offload": saving_memory}
+        fsdp = dataclasses.replace(CONFIG.actor.fsdp_config, dtype=dtype, **offload)
         attach_adapters(model, spec)
-        return LoraEngine(PolicyModel(model), spec, context=device_context, config=fsdp, optim=OPTIM)
+        policy = PolicyModel(model, logits_chunk_size=5 if saving_memory else None)
+        if saving_memory:
+            recompute_layers(policy)
+        return LoraEngine(policy, spec, context=device_context, config=fsdp, optim=OPTIM)
 
     return make
 
@@ -253,6 +259,28 @@ def test_gradient_and_update_equal_those_of_peft_alone(
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert float((value - theirs[name]).norm()) <= 1e-5 * float(value.norm()), name
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["lm_head", "q_proj"]], ids=["layers", "output layer too"])
+def test_an_update_that_saves_memory_is_the_same_update(
+    write_model: Callable[..., str],
+    make_engine: Callable[..., LoraEngine],
+    batch: PPOBatch,
+    targets: str | list[str],
+) -> None:
+    """Logits in chunks, layers recomputed, weights and optimizer offloaded; the reference works too."""
+    norms, adapters, references = [], [], []
+    for saving_memory in (False, True):
+        engine = make_engine(write_model("llama"), config=lora(target_modules=targets), saving_memory=saving_memory)
+        with engine.loaded(optimizer=True):
+            norms.append([update(engine, batch, lr=1e-3) for _ in range(3)])
+        with torch.no_grad(), engine.loaded(), engine.reference():
+            references.append(log_probs(engine, batch))
+        adapters.append({name: p for name, p in parameters(engine).items() if ".default." in name})
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert torch.allclose(*references, rtol=0, atol=1e-5)
+    for name, value in adapters[0].items():
+        assert float((value - adapters[1][name]).norm()) <= 1e-4 * float(value.norm()), name
 
 
 # --- weights outwards ------------------------------------------------------------------------------------------------
