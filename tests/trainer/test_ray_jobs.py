@@ -1,5 +1,6 @@
 """Jobs on a real Ray head on loopback, which these tests start and end: sent, followed, failed, stopped, resumed."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -137,9 +138,7 @@ def job_id_in(text: str) -> str:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """A head with an address, ports and temporary files of its own, beside the tests' other Ray session."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("submitted_from")
     (folder / "reward.py").write_text(REWARD)
     # Ray's sockets lie below it, and their paths must be short.
@@ -165,6 +164,15 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         finally:
             end_processes_with(MARK, scratch)
             process.wait(10)
+
+
+def free_port() -> int:
+    """A port below those that the system gives to whoever asks for any, which Ray's other processes do meanwhile."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for_dashboard(port: int, process: subprocess.Popen[bytes], out: Path) -> None:
