@@ -144,6 +144,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     # Ray's sockets lie below it, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="gov", ignore_cleanup_errors=True) as scratch:
         options = ["--head", "--port=0", f"--dashboard-port={port}", "--include-dashboard=true", "--num-cpus=2"]
+        # The agent's port is a fixed one, which the agent of another head on this machine has; without it no job starts.
+        options += [f"--dashboard-agent-listen-port={free_port()}"]
         options += ["--dashboard-host=127.0.0.1", f"--temp-dir={scratch}", "--disable-usage-stats", "--block"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment.pop("PYTHONPATH", None)
