@@ -51,7 +51,7 @@ def load_policy(
     if optim is not None and config.model.enable_gradient_checkpointing:
         recompute_layers(policy)
     if spec.adapter is not None:
-        return LoraEngine(policy, spec.adapter, context=context, config=fsdp, optim=optim)
+        return LoraEngine(policy, spec.adapter, base=spec.path, context=context, config=fsdp, optim=optim)
     return FSDPEngine(policy, context=context, config=fsdp, optim=optim)
 
 

@@ -31,7 +31,7 @@ KEY = "actor_rollout_ref.model"
 # What an adapter's configuration may say freely; anything else must be as peft has it by default.
 FREE_FIELDS = {
     "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "base_model_name_or_path", "task_type",
-    "peft_type", "inference_mode", "fan_in_fan_out", "init_lora_weights", "revision", "auto_mapping", "peft_version",
+    "peft_type", "inference_mode", "fan_in_fan_out", "revision", "auto_mapping", "peft_version",
 }  # fmt: skip
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 
@@ -62,14 +62,17 @@ class LoraEngine(FSDPEngine):
         policy: PolicyModel,
         adapter: AdapterSpec,
         *,
+        base: str,
         context: DeviceContext,
         config: FSDPConfig,
         optim: OptimConfig | None,
     ) -> None:
-        """Over a model that `attach_adapters` has been called with."""
+        """Over a model from the folder `base` that `attach_adapters` has been called with."""
         self.reference_name = None if adapter.reference is None else REFERENCE
         self.layers = list(lora_layers(policy.model).values())
-        self.about = {name: (Path(adapter.path) / name).read_text() for name in (CONFIG_FILE, BASE_FILE)}
+        config_text = (Path(adapter.path) / CONFIG_FILE).read_text()
+        where = {"base_model_name_or_path": str(Path(base).resolve())}
+        self.about = {CONFIG_FILE: json.loads(config_text) | where, BASE_FILE: {"weights": base_fingerprint(base)}}
         super().__init__(policy, context=context, config=config, optim=optim)
 
     @contextlib.contextmanager
@@ -102,8 +105,8 @@ class LoraEngine(FSDPEngine):
     def write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """The adapter alone, in peft's format."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in self.about.items():
-            (folder / name).write_text(text)
+        for name, value in self.about.items():
+            (folder / name).write_text(json.dumps(value, indent=2) + "\n")
         _write_weights(folder, weights)
 
 
@@ -192,7 +195,7 @@ class AdapterShape:
             exclude_modules=config.exclude_modules,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
-            base_model_name_or_path=base,
+            base_model_name_or_path=str(Path(base).resolve()),
         )
         try:
             peft.inject_adapter_in_model(self.peft_config, model, adapter_name=POLICY, low_cpu_mem_usage=True)
@@ -261,6 +264,8 @@ class AdapterShape:
                 raise ConfigError(f"{KEY}.{key}={wanted}: the adapter in {folder} has {value}; set {KEY}.{key}={value}")
         plain = peft.LoraConfig()
         for field, value in vars(found).items():
+            if field == "init_lora_weights" and value == "gaussian":  # unlike others, which change the base too
+                continue
             if field not in FREE_FIELDS and value != getattr(plain, field, None) and value:
                 raise ConfigError(f"{folder}/{CONFIG_FILE}: {field}={value!r} is not supported; plain LoRA is")
         shapes = {_name_in_model(key, POLICY): value.shape for key, value in weights.items()}

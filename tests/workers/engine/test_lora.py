@@ -25,6 +25,7 @@ from workers.engine.lora import (
     LoraEngine,
     attach_adapters,
     base_fingerprint,
+    check_base,
     prepare_adapter,
 )
 from workers.engine.models import AdapterSpec, PolicyModel, load_model
@@ -68,7 +69,7 @@ def make_engine(device_context: DeviceContext, tmp_path: Path) -> Callable[..., 
         policy = PolicyModel(model, logits_chunk_size=5 if saving_memory else None)
         if saving_memory:
             recompute_layers(policy)
-        return LoraEngine(policy, spec, context=device_context, config=fsdp, optim=OPTIM)
+        return LoraEngine(policy, spec, base=base, context=device_context, config=fsdp, optim=OPTIM)
 
     return make
 
@@ -441,7 +442,9 @@ def test_without_peft_the_extra_is_named(
 # --- a trained adapter -----------------------------------------------------------------------------------------------
 
 
-def test_a_trained_adapter_of_pefts_own_is_taken(write_model: Callable[..., str], tmp_path: Path) -> None:
+def test_a_trained_adapter_of_pefts_own_is_taken_and_saved_with_its_base(
+    write_model: Callable[..., str], make_engine: Callable[..., LoraEngine], tmp_path: Path
+) -> None:
     import peft
 
     base = write_model("qwen3")
@@ -453,6 +456,12 @@ def test_a_trained_adapter_of_pefts_own_is_taken(write_model: Callable[..., str]
     adapter = prepare_adapter(wanted, base, tmp_path / "unused", seed=1)
     assert adapter.path == str(tmp_path / "theirs")
     assert not (tmp_path / "unused").exists()
+    edit(tmp_path / "theirs", base_model_name_or_path="someone/somewhere")
+    make_engine(base, tmp_path / "theirs", tmp_path / "theirs").save(tmp_path, "actor")
+    assert json.loads((tmp_path / "actor" / CONFIG_FILE).read_text())["base_model_name_or_path"] == base
+    check_base(tmp_path / "actor", base)
+    with pytest.raises(ConfigError, match="made for a base with other weights"):
+        check_base(tmp_path / "actor", write_model("qwen3", seed=1))
 
 
 def edit(folder: Path, **changes: object) -> None:
@@ -467,12 +476,13 @@ def edit(folder: Path, **changes: object) -> None:
         ({"lora_alpha": 32}, None, r"lora_alpha=32: the adapter in .* has 16"),
         ({"target_modules": ["q_proj"]}, None, r"is on other layers, by its target_modules="),
         ({}, lambda folder: edit(folder, use_dora=True), r"use_dora=True is not supported"),
+        ({}, lambda folder: edit(folder, init_lora_weights="pissa"), r"init_lora_weights='pissa' is not supported"),
         ({}, lambda folder: edit(folder, rank_pattern={"q_proj": 2}), r"rank_pattern=.* is not supported"),
         ({}, lambda folder: edit(folder, peft_type="IA3"), r"of type .*IA3"),
         ({}, lambda folder: (folder / WEIGHTS_FILE).unlink(), r"holds no adapter in peft's format"),
         ({}, lambda folder: (folder / CONFIG_FILE).write_text("{"), r"holds no adapter in peft's format"),
     ],
-    ids=["rank", "alpha", "layers", "dora", "rank pattern", "another kind", "no weights", "broken"],
+    ids=["rank", "alpha", "layers", "dora", "pissa", "rank pattern", "another kind", "no weights", "broken"],
 )  # fmt: skip
 def test_an_adapter_that_does_not_fit_is_refused_with_what_to_set(
     write_model: Callable[..., str], tmp_path: Path, changes: dict, spoil: Callable[[Path], object] | None, message: str
