@@ -83,7 +83,7 @@ class Run:
         batch.attention_mask = torch.cat([batch.prompt_mask, batch.response_mask], dim=1)
         rows = [np.arange(len(batch))]
         for name, value in (
-            self.actor.compute_log_prob(batch, rows) | self.reference.compute_log_prob(batch, rows)
+            self.actor.compute_log_prob(batch, rows) | self.reference.compute_ref_log_prob(batch, rows)
         ).items():
             setattr(batch, name, value)
         return batch
