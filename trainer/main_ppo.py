@@ -414,7 +414,7 @@ def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
                 f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "
                 "local folder, for example one made by scripts/prepare_smollm2.py."
             )
-    return model.path
+    return str(Path(model.path).resolve())  # devices may have another working directory
 
 
 def _start_adapter(
