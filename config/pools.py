@@ -25,6 +25,11 @@ def pools_of(config: GovernorConfig) -> dict[str, PoolConfig]:
     return pools | {name: pool for name, pool in trainer.resource_pools.items() if name in used}
 
 
+def pool_key(name: str) -> str:
+    """The group of keys that sets the devices of the pool."""
+    return "trainer" if name == GLOBAL_POOL else f"trainer.resource_pools.{name}"
+
+
 def devices_of(config: GovernorConfig, role: str) -> int:
     """Devices of the role's pool, which are the ranks of its process group."""
     return num_devices(pools_of(config)[role_pools(config)[role]])

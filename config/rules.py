@@ -5,13 +5,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from config.gym_tasks import GYM_TASKS
-from config.pools import GLOBAL_POOL, devices_of, pools_of, role_pools
+from config.pools import GLOBAL_POOL, devices_of, pool_key, pools_of, role_pools
 from config.schema import GovernorConfig, RolloutConfig, RolloutCorrectionConfig, bounds_of
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -193,9 +194,7 @@ def _data_rules(config: GovernorConfig) -> Iterator[Fault]:
     for key in ("train_max_samples", "val_max_samples"):
         if getattr(data, key) == 0:
             yield Fault(f"data.{key}", 0, "leaves no row: use -1 for all, or a number above 0")
-    for name in sorted(RESERVED_TEMPLATE_KWARGS & set(data.apply_chat_template_kwargs)):
-        value = data.apply_chat_template_kwargs[name]
-        yield Fault(f"data.apply_chat_template_kwargs.{name}", value, "is set by Governor; drop it")
+    yield from _template_faults("data", data.apply_chat_template_kwargs)
     if data.seed >= 2**63:  # torch.manual_seed takes no more than 64 bits
         yield Fault("data.seed", data.seed, "must be below 2**63")
 
@@ -388,11 +387,10 @@ def _vllm_rules(config: GovernorConfig, rollout: RolloutConfig, prefix: str) -> 
     name, size = role_pools(config)["rollout"], rollout.tensor_model_parallel_size
     pool = pools_of(config).get(name)  # none if there is a fault about it
     if pool is not None and pool.n_gpus_per_node % size:
-        where = "trainer" if name == GLOBAL_POOL else f"trainer.resource_pools.{name}"
         yield Fault(
             f"{prefix}.tensor_model_parallel_size",
             size,
-            f"must divide {where}.n_gpus_per_node={pool.n_gpus_per_node}, a node's devices",
+            f"must divide {pool_key(name)}.n_gpus_per_node={pool.n_gpus_per_node}, a node's devices",
         )
     if (
         config.trainer.device == "cpu"
@@ -405,6 +403,7 @@ def _vllm_rules(config: GovernorConfig, rollout: RolloutConfig, prefix: str) -> 
         )
 
 
+@cache
 def _shipped_rollout() -> dict[str, Any]:
     return yaml.safe_load((Path(__file__).parent / "rollout" / "default.yaml").read_text(encoding="utf-8"))
 
@@ -494,9 +493,12 @@ def _reward_model_rules(config: GovernorConfig) -> Iterator[Fault]:
             model.forward_max_token_len_per_gpu,
             f"must hold the longest conversation, reward.reward_model.max_length={model.max_length} tokens",
         )
-    for name in sorted(RESERVED_TEMPLATE_KWARGS & set(model.apply_chat_template_kwargs)):
-        value = model.apply_chat_template_kwargs[name]
-        yield Fault(f"{key}.apply_chat_template_kwargs.{name}", value, "is set by Governor; drop it")
+    yield from _template_faults(key, model.apply_chat_template_kwargs)
+
+
+def _template_faults(group: str, kwargs: dict[str, Any]) -> Iterator[Fault]:
+    for name in sorted(RESERVED_TEMPLATE_KWARGS & set(kwargs)):
+        yield Fault(f"{group}.apply_chat_template_kwargs.{name}", kwargs[name], "is set by Governor; drop it")
 
 
 def _reward_function_faults(path: Path, name: str) -> Iterator[Fault]:

@@ -22,17 +22,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from bench_limiters import random_batch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from config.load import load_config
-from trainer.batch import PPOBatch, per_row, require
+from trainer.batch import require
 from trainer.ppo.core_algos import LossCounts
 from workers.actor import ActorRollout, LocalUpdate
 from workers.engine.fsdp import DeviceContext
 from workers.engine.models import PolicySpec
 
+VOCABULARY = 49152
 CASES: dict[str, dict[str, Any]] = {
     "whole logits": {},
     "chunks of 128": {"logits_chunk_size": 128},
@@ -46,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 def write_model(folder: str, num_layers: int) -> None:
     """A policy of SmolLM2-135M's shape, and its depth unless told otherwise."""
     config = LlamaConfig(
-        vocab_size=49152,
+        vocab_size=VOCABULARY,
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=num_layers,
@@ -59,31 +60,6 @@ def write_model(folder: str, num_layers: int) -> None:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def random_batch(rows: int, length: int) -> PPOBatch:
-    """Rows of random tokens without padding, an eighth of each the prompt."""
-    random = torch.Generator().manual_seed(0)
-    prompt = max(length // 8, 1)
-
-    def figures() -> Tensor:
-        return torch.randn(rows, length - prompt, generator=random)
-
-    real = torch.ones(rows, length, dtype=torch.bool)
-    tokens = torch.randint(3, 49152, real.shape, generator=random)
-    return PPOBatch(
-        uid=per_row([str(row) for row in range(rows)]),
-        extras=per_row([{} for _ in range(rows)]),
-        prompts=tokens[:, :prompt],
-        prompt_mask=real[:, :prompt],
-        responses=tokens[:, prompt:],
-        response_mask=real[:, prompt:],
-        loss_mask=real[:, prompt:],
-        attention_mask=real,
-        old_log_probs=figures() - 10,
-        advantages=figures(),
-        batch_size=[rows],
-    )
 
 
 def resident_gib(what: str) -> float:
@@ -113,7 +89,8 @@ def run_case(folder: str, options: argparse.Namespace) -> dict[str, float]:
         figures = {}
         # The first update is small, and makes all that is made once.
         for rows, length in ((1, 16), (options.rows, options.length)):
-            batch = random_batch(rows, length)
+            prompt = max(length // 8, 1)
+            batch = random_batch(rows=rows, prompt=prompt, response=length - prompt, vocabulary=VOCABULARY)
             (loss_mask,) = require(batch, "loss_mask")
             update = LocalUpdate(counts=LossCounts.of(loss_mask), micro_batches=[np.arange(rows)])
             forget_peak()

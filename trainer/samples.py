@@ -33,8 +33,8 @@ def sample_rows(
     `acted` names, token by token, what the ratio after the step's updates would meet: a side of the clip, the dual clip,
     or nothing; and `rejected` a token that the loss does not count.
     """
-    old, advantages, mask, responses = require(batch, "old_log_probs", "advantages", "response_mask", "responses")
-    (loss_mask,) = require(batch, "loss_mask")
+    old, advantages, responses = require(batch, "old_log_probs", "advantages", "responses")
+    mask, loss_mask = require(batch, "response_mask", "loss_mask")
     surrogate = compute_policy_loss_vanilla(
         log_prob=new_log_probs,
         old_log_probs=old,

@@ -360,7 +360,7 @@ def _requests_to(address: str) -> Iterator[None]:
         yield
     except AuthenticationError as error:
         raise ResourceError(f"{address} refuses the token: {str(error).splitlines()[0]}") from None
-    except (ConnectionError, OSError) as error:
+    except OSError as error:
         raise ResourceError(
             f"No answer from {address}: {error}. Is the dashboard there, as in http://HEAD:8265?"
         ) from None

@@ -17,7 +17,7 @@ from trainer.ppo.limiters import LimiterProbe
 from workers.engine.flops import ModelSize, model_size, peak_flops
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.lora import LoraEngine, attach_adapters
-from workers.engine.models import PolicyModel, PolicySpec, load_model
+from workers.engine.models import PolicyModel, PolicySpec, load_model, master_dtype
 from workers.engine.pieces import Piece, make_piece
 from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, ppo_loss
@@ -41,7 +41,7 @@ def load_policy(
     model = load_model(
         AutoModelForCausalLM,
         spec.path,
-        dtype=torch.float64 if fsdp.dtype == "float64" else torch.float32,
+        dtype=master_dtype(fsdp),
         override_config=config.model.override_config,
         trust_remote_code=config.model.trust_remote_code,
     )

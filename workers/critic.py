@@ -11,7 +11,7 @@ from config.schema import CriticConfig
 from trainer.batch import PPOBatch, require
 from workers.actor import LocalUpdate, require_finite
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
-from workers.engine.models import ValueModel
+from workers.engine.models import ValueModel, master_dtype
 from workers.engine.pieces import make_piece
 from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, value_loss
@@ -30,7 +30,7 @@ class Critic:
             torch.manual_seed(seed)  # of the new value head; the same on all ranks
             module = ValueModel.load(
                 path,
-                dtype=torch.float64 if config.fsdp_config.dtype == "float64" else torch.float32,
+                dtype=master_dtype(config.fsdp_config),
                 override_config=config.model.override_config,
                 trust_remote_code=config.model.trust_remote_code,
             )

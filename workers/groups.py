@@ -6,6 +6,7 @@ depends on the whole batch (shares, micro-batches, counts) is decided here, on t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
 from workers.actor import Actor, ActorRollout, LocalUpdate
 from workers.critic import Critic
-from workers.engine.flops import actor_mfu
+from workers.engine.flops import ModelSize, actor_mfu
 from workers.engine.fsdp import UpdateOutcome
 from workers.engine.models import PolicySpec
 from workers.pool import ResourcePool
@@ -121,7 +122,7 @@ class ActorRolloutGroup:
 
     def mfu(self, batch: PPOBatch, seconds: float) -> dict[str, float]:
         """`perf/mfu/actor` of a step's updates that took so long; nothing where a device's peak is not known."""
-        size, peak = self.pool.call_all(self.NAME, "speed")[0]
+        size, peak = self._speed
         (mask,) = require(batch, "response_mask")
         return actor_mfu(
             size,
@@ -132,6 +133,11 @@ class ActorRolloutGroup:
             num_devices=self.pool.size,
             peak=peak,
         )
+
+    @cached_property
+    def _speed(self) -> tuple[ModelSize, float | None]:
+        """The policy's size and a device's peak, which stay what they are."""
+        return self.pool.call_all(self.NAME, "speed")[0]
 
     def update_weights(self) -> None:
         """Bring the trained weights into the samplers."""

@@ -15,7 +15,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from config.pools import GLOBAL_POOL
+from config.pools import GLOBAL_POOL, pool_key
 from trainer.errors import ResourceError
 
 
@@ -167,7 +167,7 @@ def _shortage(specs: Sequence[PoolSpec], resource: str, nodes: list[dict[str, An
     """What all pools want, and what the nodes have."""
     rows = [f"  {'pool':<18}{'wanted':>24}   set by"]
     for spec in specs:
-        key = "trainer" if spec.name == GLOBAL_POOL else f"trainer.resource_pools.{spec.name}"
+        key = pool_key(spec.name)
         wanted = f"{spec.nnodes} nodes x {spec.devices_per_node} {'GPUs' if resource == 'GPU' else 'processes'}"
         rows.append(
             f"  {spec.name:<18}{wanted:>24}   {key}.nnodes={spec.nnodes}, {key}.n_gpus_per_node={spec.devices_per_node}"

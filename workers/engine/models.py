@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+from config.schema import FSDPConfig
 from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
 from trainer.ppo.limiters import LogitGeometry, logit_geometry
 from workers.engine.chunked import LanguageModelHead, figures_in_chunks
@@ -40,12 +41,20 @@ def load_model(
     `kind` is an Auto class. The weights keep `dtype`, whatever the file holds.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **override_config, **extra)
-    # sdpa passes over a soft cap of the attention's logits (Gemma 2) without a word.
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     model = kind.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        path, config=config, dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=trust_remote_code
     )
     return model.eval()
+
+
+def attention_of(config: Any) -> str:
+    """The implementation that computes a model's attention rightly: sdpa passes over a soft cap (Gemma 2) without a word."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def master_dtype(config: FSDPConfig) -> torch.dtype:
+    """Of a model's weights, whatever they are computed in."""
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 class PolicyOutput(NamedTuple):

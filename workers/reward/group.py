@@ -140,8 +140,3 @@ class RewardGroup:
         for index, score in zip(shown, answers, strict=True):
             scores[index] = score
         return scores
-
-    def shutdown(self) -> None:
-        """End the processes of the reward functions; a reward model ends with its pool."""
-        if self.functions is not None:
-            self.functions.shutdown()

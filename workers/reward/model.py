@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from config.schema import RewardModelConfig
 from trainer.errors import ConfigError
 from workers.engine.fsdp import DeviceContext, FSDPEngine
+from workers.engine.models import attention_of, master_dtype
 
 Conversation = list[int]  # tokens, without padding
 
@@ -39,13 +40,12 @@ class ScoreModel(nn.Module):
         wanted = f"reward.reward_model.model_path={path}: a sequence-classification model with one label is wanted"
         if settings.num_labels != 1:
             raise ConfigError(f"{wanted}, this one has {settings.num_labels}")
-        soft_cap = getattr(settings, "attn_logit_softcapping", None)  # which sdpa passes over
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 path,
                 config=settings,
-                dtype=torch.float64 if config.fsdp_config.dtype == "float64" else torch.float32,
-                attn_implementation="eager" if soft_cap else "sdpa",
+                dtype=master_dtype(config.fsdp_config),
+                attn_implementation=attention_of(settings),
                 output_loading_info=True,
                 **options,
             )
