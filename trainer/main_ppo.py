@@ -271,8 +271,6 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             functions = RewardFunctions(config.reward, parts.data_sources(), log_dir=str(logs))
         pools = open_pools(config, logs)
         pool_of = {role: pools[name] for role, name in role_pools(config).items()}
-        folder = None if checkpoint is None else checkpoint.folder
-        first = parts.model_path
         policy, first_policy = _policies(parts)
         actor = ActorRolloutGroup(pool_of["actor"], roles, policy, rollout_pool=pool_of["rollout"])
         if config.uses_reference:
@@ -281,12 +279,11 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             critic = CriticGroup(
                 pool_of["critic"],
                 config.critic,
-                str(folder / "critic") if folder else (config.critic.model.path or first),
+                _critic_path(parts),
                 seed=config.data.seed,
                 max_response_length=config.data.max_response_length,
             )
 
-        adapter_path = None if parts.adapter is None else parts.adapter.path
         reward = RewardGroup(
             config.reward,
             tokenizer.tokenizer,
@@ -307,7 +304,15 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             val_set=parts.val_set,
             pad_token_id=tokenizer.pad_token_id,
             num_steps=parts.num_steps,
-            record=FileRecord(parts.run_dir, trackers, parts.display, tokenizer, config, first, adapter_path),
+            record=FileRecord(
+                parts.run_dir,
+                trackers,
+                parts.display,
+                tokenizer,
+                config,
+                parts.model_path,
+                None if parts.adapter is None else parts.adapter.path,
+            ),
             checkpoints=CheckpointStore(
                 parts.run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep
             ),
@@ -342,6 +347,14 @@ def _policies(parts: RunParts) -> tuple[PolicySpec, PolicySpec]:
     kept = parts.adapter.path if trained and parts.config.uses_reference else None
     policy = replace(first, adapter=AdapterSpec(path=here or parts.adapter.path, reference=kept))
     return policy, policy
+
+
+def _critic_path(parts: RunParts) -> str:
+    """The folder that the critic goes on from, or begins with."""
+    if parts.checkpoint is not None:
+        return str(parts.checkpoint.folder / "critic")
+    path = parts.config.critic.model.path
+    return parts.model_path if path is None else _whole(path)
 
 
 def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> "Pools":
@@ -414,7 +427,12 @@ def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
                 f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "
                 "local folder, for example one made by scripts/prepare_smollm2.py."
             )
-    return str(Path(model.path).resolve())  # devices may have another working directory
+    return _whole(model.path)
+
+
+def _whole(path: str) -> str:
+    """A model's folder for the devices' processes, which need not have this one's working directory."""
+    return str(Path(path).resolve())
 
 
 def _start_adapter(
