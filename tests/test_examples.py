@@ -41,7 +41,9 @@ def test_every_example_has_a_command():
 
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(("name", "command"), RUNS)
-def test_an_example_runs(name, command, tmp_path, monkeypatch):
+def test_an_example_runs(name, command, tmp_path, monkeypatch, request):
+    if name == "vllm":
+        request.getfixturevalue("needs_vllm")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for arguments in preparations(name):

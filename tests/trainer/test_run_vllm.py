@@ -43,6 +43,15 @@ def test_the_copy_task_is_learnt(learnt: list[dict[str, float]]) -> None:
     assert sum(scores[-10:]) / 10 > 0.9
 
 
+def test_with_lora_the_engine_decodes_with_the_merged_weights(tmp_path: Path) -> None:
+    """The adapter moves in each step, and sampler and trainer agree in each."""
+    lora = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.use_kl_loss=true"]
+    limits = ["actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=3", "trainer.test_freq=-1"]
+    lines = [line for line in train(tmp_path, *lora, *limits) if line["step"] > 0]
+    assert max(line["rollout_corr/log_prob_diff_max"] for line in lines) < 1e-3
+    assert [line["actor/kl_loss_last"] > 0.01 for line in lines] == [True] * 3
+
+
 def test_an_engine_in_a_pool_of_its_own_gives_the_run_the_same_numbers(
     learnt: list[dict[str, float]], tmp_path: Path
 ) -> None:
