@@ -6,7 +6,7 @@ float32 masters; `dtype` is the precision of forward and backward.
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from config.schema import FSDPConfig, OptimConfig
@@ -60,9 +60,20 @@ class FSDPEngine:
             optimizer_state=config.optimizer_offload,
         )
 
-    def loaded(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """A phase: what the configuration offloads is on the device inside. Phases may be nested."""
-        return self._offload.loaded(optimizer=optimizer)
+    @contextmanager
+    def loaded(self, *, optimizer: bool = False) -> Iterator[None]:
+        """A phase: what the configuration offloads is on the device inside. Phases may be nested.
+
+        It ends with the weights sharded. With `reshard_after_forward=false` a forward without a backward would leave the
+        gathered ones in place of the parameters: rounded to the compute precision, and strangers to the optimizer.
+        """
+        with self._offload.loaded(optimizer=optimizer):
+            try:
+                yield
+            finally:
+                for module in self.module.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
     def update(self, shares: Iterable[LossShare], *, lr: float, grad_clip: float) -> UpdateOutcome:
         """One optimizer update from the loss shares of this rank's pieces, each computed as it is drawn.

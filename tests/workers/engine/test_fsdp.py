@@ -36,10 +36,10 @@ def batch(answered: Callable[..., PPOBatch]) -> PPOBatch:
 
 @pytest.fixture
 def make_engine(device_context: DeviceContext) -> Callable[..., FSDPEngine]:
-    """make_engine(path, dtype=…, optimizer=…): a policy that is trained."""
+    """make_engine(path, dtype=…, optimizer=…, **changes of fsdp_config): a policy that is trained."""
 
-    def make(path: str | Path, *, dtype: str = "float32", optimizer: str = "AdamW") -> FSDPEngine:
-        config = dataclasses.replace(ACTOR.fsdp_config, dtype=dtype)
+    def make(path: str | Path, *, dtype: str = "float32", optimizer: str = "AdamW", **changes: bool) -> FSDPEngine:
+        config = dataclasses.replace(ACTOR.fsdp_config, dtype=dtype, **changes)
         return FSDPEngine(
             PolicyModel.load(str(path), **LOAD), context=device_context, config=config, optim=OPTIMIZERS[optimizer]
         )
@@ -149,6 +149,27 @@ def test_going_on_from_a_saved_folder_is_bitwise_going_on(
     for engine in (first, second):
         update(engine, batch)
     assert same_bits(weights(first), weights(second))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_look_at_the_policy_before_saving_loses_no_bit_and_no_optimizer_state(
+    write_model: Callable[..., str],
+    make_engine: Callable[..., FSDPEngine],
+    batch: PPOBatch,
+    tmp_path: Path,
+    dtype: str,
+) -> None:
+    """As samples and probe look after a step's updates: a forward alone, whose gathered weights are not resharded."""
+    engine = make_engine(write_model("qwen3"), dtype=dtype, reshard_after_forward=False)
+    update(engine, batch)
+    engine.save(tmp_path / "unseen", "actor")
+    before = weights(engine)
+    with engine.loaded():
+        log_probs(engine, batch)
+    assert same_bits(weights(engine), before)
+    engine.save(tmp_path / "seen", "actor")
+    for name in ("actor_optimizer.safetensors", "actor/model.safetensors"):
+        assert same_bits(load_file(tmp_path / "seen" / name), load_file(tmp_path / "unseen" / name))
 
 
 def test_without_the_optimizers_state_going_on_would_differ(
