@@ -24,6 +24,7 @@ PROMPTS = [3, 1, 6, 2, 7, 4]
 MAX_TOKENS = 8
 TOKENS = {"eos_token_ids": [1, 3, 4, 7, 9], "pad_token_id": 0}
 METRICS = ("pg_loss", "entropy_loss", "kl_loss", "grad_norm", "ppo_kl", "pg_clipfrac")
+LENGTHS = [8, 2, 5, 0, 1, 7, 3, 4, 6, 1, 8, 2]
 
 
 @dataclass(slots=True)
@@ -36,6 +37,15 @@ class Outcome:
     references: list[Tensor]
     greedy: Tensor  # tokens after the updates
     folder: Path
+    exact: dict[str, "Step"]  # by precision
+
+
+@dataclass(slots=True)
+class Step:
+    """What one update with SGD gave."""
+
+    metrics: dict[str, float]
+    change: dict[str, Tensor]  # of the adapter: a multiple of its gradient
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +98,32 @@ def train(pool: ResourcePool, roles: ActorRolloutRefConfig, spec: PolicySpec, ba
     actor.update_weights()
     greedy = replace(request, params=SamplingParams(temperature=0.0), stream=VALIDATION)
     tokens = actor.generate(batch.clone(), greedy).responses
-    return Outcome(first, metrics, load_file(folder / "actor" / WEIGHTS_FILE), references, tokens, folder / "actor")
+    weights = load_file(folder / "actor" / WEIGHTS_FILE)
+    return Outcome(first, metrics, weights, references, tokens, folder / "actor", exact={})
+
+
+def step_with_sgd(
+    pool: ResourcePool, roles: ActorRolloutRefConfig, spec: PolicySpec, batch: PPOBatch, folder: Path, dtype: str
+) -> Step:
+    """One update, two rows at a time, so that two processes cut the batch otherwise than one."""
+    changed = replace(
+        roles.actor,
+        optim=replace(roles.actor.optim, optimizer="SGD", weight_decay=0.0),
+        fsdp_config=replace(roles.actor.fsdp_config, dtype=dtype),
+        ppo_micro_batch_size_per_gpu=2,
+    )
+    actor, random = ActorRolloutGroup(pool, replace(roles, actor=changed), spec), torch.Generator().manual_seed(3)
+    shape, wide = batch.responses.shape, torch.float64 if dtype == "float64" else torch.float32
+    batch = actor.compute_log_prob(batch.clone())
+    batch.advantages = torch.randn(shape, generator=random).to(wide) + 0.4
+    # Away from a ratio of 1 and a KL of 0, in which the figures would be rounding alone.
+    batch.ref_log_prob = batch.old_log_probs + 0.3 * torch.randn(shape, generator=random).to(wide)
+    batch.old_log_probs = batch.old_log_probs + 0.3 * torch.randn(shape, generator=random).to(wide)
+    (metrics,) = actor.update_actor(batch, UpdateContext(seed=0, step=1, lr=1.0))
+    actor.save(str(folder))
+    assert spec.adapter is not None
+    before, after = load_file(Path(spec.adapter.path) / WEIGHTS_FILE), load_file(folder / "actor" / WEIGHTS_FILE)
+    return Step(metrics, {key: value - before[key] for key, value in after.items()})
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +133,7 @@ def outcomes(
     base: str,
     start: dict[str, AdapterSpec],
     prompts_of: Callable[..., PPOBatch],
+    answered: Callable[..., PPOBatch],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[str, int], Outcome]:
     """By start and number of processes."""
@@ -108,6 +144,10 @@ def outcomes(
                 spec = PolicySpec(path=base, adapter=adapter, **TOKENS)
                 batch = prompts_of(PROMPTS, samples=2)
                 found[name, size] = train(pool, roles, spec, batch, tmp_path_factory.mktemp("saved"))
+                for dtype in ("float32", "float64"):
+                    folder = tmp_path_factory.mktemp(dtype)
+                    step = step_with_sgd(pool, roles, spec, answered(PROMPTS, LENGTHS, samples=2), folder, dtype)
+                    found[name, size].exact[dtype] = step
     return found
 
 
@@ -153,8 +193,22 @@ def test_the_reference_is_the_start_as_peft_alone_computes_it_and_stays_it(
 
 
 @pytest.mark.parametrize("name", ["fresh", "trained"])
-def test_one_process_and_two_give_the_same(outcomes: dict, name: str) -> None:
+def test_one_update_is_the_same_in_one_process_and_two(outcomes: dict, name: str) -> None:
     """DESIGN 5.2, though a rank of 3 leaves the second process fewer rows of each A."""
+    for dtype, rel in (("float32", 1e-5), ("float64", 1e-6)):  # metrics are counted in float32
+        one, two = outcomes[name, 1].exact[dtype], outcomes[name, 2].exact[dtype]
+        assert two.metrics == pytest.approx(one.metrics, rel=rel, abs=1e-7)
+        assert two.change.keys() == one.change.keys()
+        for key, change in one.change.items():
+            if dtype == "float64":
+                torch.testing.assert_close(two.change[key], change, rtol=0.0, atol=1e-12, msg=key)
+            else:
+                assert float((two.change[key] - change).norm()) <= 1e-5 * float(change.norm()), key
+            assert bool(change.any()) == (name == "trained" or ".lora_B." in key), "the gradient of A waits for B"
+
+
+@pytest.mark.parametrize("name", ["fresh", "trained"])
+def test_one_process_and_two_train_alike(outcomes: dict, name: str) -> None:
     one, two = outcomes[name, 1], outcomes[name, 2]
     assert torch.equal(one.first.responses, two.first.responses)
     for first, second in zip(one.metrics, two.metrics, strict=True):
