@@ -7,6 +7,7 @@ of the base's weights. peft (extra `lora`) is imported where it is used.
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ class AdapterShape:
                 trust_remote_code=config.trust_remote_code,
             )
         self.num_base = sum(parameter.numel() for parameter in model.parameters())
-        _check_names(config, model)
+        linear = _linear_layers(model)  # before peft puts its own there
+        _check_names(config, model, linear)
         self.peft_config = peft.LoraConfig(
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
@@ -200,13 +202,13 @@ class AdapterShape:
         try:
             peft.inject_adapter_in_model(self.peft_config, model, adapter_name=POLICY, low_cpu_mem_usage=True)
         except ValueError as error:
-            raise _wrong_targets(config, model, str(error).splitlines()[0]) from None
+            raise _wrong_targets(config, linear, str(error).splitlines()[0]) from None
         layers = lora_layers(model)
         for name, layer in layers.items():
             if not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
-                raise _wrong_targets(config, model, f"{name} is no linear layer")
+                raise _wrong_targets(config, linear, f"{name} is no linear layer")
             if layer is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings:
-                raise _wrong_targets(config, model, f"{name} shares its weights with the embeddings")
+                raise _wrong_targets(config, linear, f"{name} shares its weights with the embeddings")
         self.layers = tuple(layers)
         self.weights = {name: p.shape for name, p in model.named_parameters() if f".{POLICY}." in name}
 
@@ -340,18 +342,30 @@ def base_fingerprint(base: str) -> str:
     return digest.hexdigest()
 
 
-def _check_names(config: ModelConfig, model: nn.Module) -> None:
-    """Every name of a list must be that of a module: peft passes over the others without a word."""
+def _check_names(config: ModelConfig, model: nn.Module, linear: list[str]) -> None:
+    """Every name, and an expression, must be that of a module: peft passes over the others without a word."""
     names = [name for name, _ in model.named_modules()]
     for key, wanted in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
-        for one in wanted if isinstance(wanted, list) else ():
-            if not any(name == one or name.endswith(f".{one}") for name in names):
-                raise _wrong_targets(config, model, f"no module is named {one}", key=key)
+        if isinstance(wanted, list):
+            for one in wanted:
+                if not any(name == one or name.endswith(f".{one}") for name in names):
+                    raise _wrong_targets(config, linear, f"no module is named {one}", key=key)
+        elif wanted and (key, wanted.lower()) != ("target_modules", "all-linear"):
+            try:
+                found = any(re.fullmatch(wanted, name) for name in names)
+            except re.error as error:
+                raise _wrong_targets(config, linear, f"is no regular expression: {error}", key=key) from None
+            if not found:
+                why = f"the expression must match a whole name, as {linear[0]} is, and matches none"
+                raise _wrong_targets(config, linear, why, key=key)
 
 
-def _wrong_targets(config: ModelConfig, model: nn.Module, why: str, *, key: str = "target_modules") -> ConfigError:
-    linear = (nn.Linear, Conv1D)
-    names = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)})
+def _linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+def _wrong_targets(config: ModelConfig, linear: list[str], why: str, *, key: str = "target_modules") -> ConfigError:
+    names = sorted({name.rsplit(".", 1)[-1] for name in linear})
     return ConfigError(
         f"{KEY}.{key}={getattr(config, key)}: {why}. The model's linear layers are {', '.join(names)}; name some of them, or "
         "use all-linear, which leaves out the output layer."

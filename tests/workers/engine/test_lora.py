@@ -419,9 +419,12 @@ def test_the_named_layers_get_an_adapter(
         ("qwen3", {"target_modules": ["q_proj", "qproj"]}, r"target_modules=\['q_proj', 'qproj'\]: no module is named qproj\. .* are down_proj, gate_proj"),
         ("qwen3", {"exclude_modules": ["mlpp"]}, r"exclude_modules=\['mlpp'\]: no module is named mlpp"),
         ("qwen3", {"target_modules": "nothing.*"}, r"target_modules=nothing\.\*: "),
+        ("qwen3", {"target_modules": "q_proj"}, r"target_modules=q_proj: the expression must match a whole name, as model\.layers\.0\.self_attn\.q_proj is"),
+        ("qwen3", {"target_modules": "*_proj"}, r"target_modules=\*_proj: is no regular expression: nothing to repeat"),
+        ("qwen3", {"exclude_modules": "down_proj"}, r"exclude_modules=down_proj: the expression must match a whole name"),
         ("qwen3", {"target_modules": ["norm"]}, r"target_modules=\['norm'\]: "),
         ("qwen3", {"target_modules": ["embed_tokens"]}, r"embed_tokens is no linear layer"),
-        ("qwen3", {"target_modules": ["lm_head"]}, r"lm_head shares its weights with the embeddings"),
+        ("qwen3", {"target_modules": ["lm_head"]}, r"lm_head shares its weights with the embeddings\. The .* down_proj, .*, lm_head, o_proj"),
     ],
 )  # fmt: skip
 def test_modules_that_cannot_have_an_adapter_are_told_with_those_that_can(
