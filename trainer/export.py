@@ -23,13 +23,19 @@ def export(source: Path, out: Path, *, merged: bool, base: Path | None) -> str:
 
     Raises:
         CheckpointError: the source has no checkpoint that holds.
-        ConfigError: the target is there already, or the base is not, or is another.
+        ConfigError: the target is there already or cannot be written, or the base is not there, or is another.
     """
-    actor = _actor(source)
+    actor = _actor(source.resolve())
     if out.exists():
         raise ConfigError(f"--out={out}: is there already; name a new folder")
+    if base is not None and not merged:
+        raise ConfigError(f"--base={base}: only --merged reads the base; add it, or drop --base")
     aside = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out={out}: cannot be written: {error}; name another folder") from None
     is_adapter = (actor / ADAPTER_FILES[0]).exists()
     try:
         if is_adapter and merged:
@@ -37,7 +43,7 @@ def export(source: Path, out: Path, *, merged: bool, base: Path | None) -> str:
             _merge(actor, folder, aside)
             what = f"the model {folder} with the adapter of {actor} merged"
         else:
-            shutil.copytree(actor, aside)
+            shutil.copytree(actor, aside, dirs_exist_ok=True)
             what = f"the {'adapter' if is_adapter else 'model'} of {actor}"
         os.rename(aside, out)
     finally:

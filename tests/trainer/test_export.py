@@ -74,6 +74,15 @@ def test_a_merged_model_opens_with_from_pretrained_and_gives_the_policys_logits(
     AutoTokenizer.from_pretrained(tmp_path / "merged")
 
 
+def test_a_checkpoint_is_found_from_the_folder_that_it_lies_in(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, name in (("checkpoints", "global_step_2"), ("checkpoints/global_step_2", ".")):
+        monkeypatch.chdir(lora_run / folder)
+        export(Path(name), tmp_path / folder, merged=True, base=None)
+        assert (tmp_path / folder / "model.safetensors").exists()
+
+
 def test_a_run_that_was_moved_with_its_base_is_merged_all_the_same(lora_run: Path, tmp_path: Path) -> None:
     lora_run.rename(tmp_path / "moved")
     try:
@@ -114,6 +123,11 @@ def test_what_cannot_be_exported_is_told(lora_run: Path, tmp_path: Path) -> None
         export(lora_run, tmp_path, merged=False, base=None)
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         export(tmp_path, tmp_path / "out", merged=False, base=None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out=.*: cannot be written"):
+        export(lora_run, tmp_path / "file" / "out", merged=True, base=None)
+    with pytest.raises(ConfigError, match=r"--base=.*: only --merged reads the base"):
+        export(lora_run, tmp_path / "out", merged=False, base=lora_run / "model")
     with pytest.raises(ConfigError, match=r"--base=.*: no Hugging Face model there"):
         export(lora_run, tmp_path / "out", merged=True, base=tmp_path / "nowhere")
 
