@@ -21,7 +21,9 @@ from trainer.ppo.core_algos import LossCounts
 from workers.actor import ActorRollout, LocalUpdate
 from workers.critic import Critic
 from workers.engine.fsdp import DeviceContext, FSDPEngine, local_part
-from workers.engine.models import PolicySpec
+from workers.engine.lora import prepare_adapter
+from workers.engine.models import AdapterSpec, PolicySpec
+from workers.engine.offload import Offload
 from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup, UpdateContext
 from workers.pool import ResourcePool
 
@@ -291,3 +293,75 @@ def test_an_offloaded_optimizer_goes_on_from_a_checkpoint(
         after.append({name: value.clone() for name, value in second.engine.full_weights()})
     for name, value in after[0].items():
         assert torch.equal(after[1][name], value), name
+
+
+@pytest.fixture
+def unusable_on_the_host(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
+    """Makes NaN of all that is offloaded, until it is brought back: no phase can do without asking for what it needs."""
+    kept: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # values and NaN, by where the NaN are; held, so that no other comes there
+
+    def moved(offload: Offload, tensor: Tensor, where: torch.device) -> Tensor:
+        copy = tensor.detach().clone()
+        values = local_part(copy)
+        back = kept.pop(local_part(tensor.detach()).data_ptr(), None)
+        if back is None:
+            kept[values.data_ptr()] = values.clone(), values
+            values.fill_(torch.nan)
+        else:
+            values.copy_(back[0])
+        return copy
+
+    monkeypatch.setattr(Offload, "_moved", moved)
+    return kept
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["all weights", "LoRA"])
+def test_nothing_is_read_or_written_outside_of_a_phase(
+    device_context: DeviceContext,
+    write_model: Callable[..., str],
+    configs: Callable[..., Configs],
+    batch: PPOBatch,
+    tmp_path: Path,
+    unusable_on_the_host: dict[int, tuple[Tensor, Tensor]],
+    read_weights: Callable,
+    with_lora: bool,
+) -> None:
+    """Scores, updates, a push, a checkpoint, going on from it, and with LoRA the reference."""
+    path = write_model("llama")  # not tied: a tied weight is moved twice
+
+    def run(fsdp: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        (roles, critic_config), adapter = configs(fsdp=fsdp, model={"lora_rank": 4 if with_lora else 0}), None
+        if with_lora:
+            fresh = prepare_adapter(roles.model, path, folder / "fresh", seed=1)
+            adapter = AdapterSpec(path=fresh.path, reference=None)
+        spec = PolicySpec(path=path, eos_token_ids=[1], pad_token_id=0, adapter=adapter)
+        rows, update, out = [np.arange(len(batch))], one_update(batch), {}
+        for step in (1, 2):
+            actor, critic = ActorRollout(device_context, roles, spec), Critic(device_context, critic_config, path, 0, 9)
+            if step == 2:
+                actor.load_optimizer(str(folder))
+                critic.load_optimizer(str(folder))
+            out |= {f"{step} {name}": value for name, value in actor.compute_log_prob(batch, rows).items()}
+            out |= {f"{step} {name}": value for name, value in critic.compute_values(batch, rows).items()}
+            norms = [role.update(batch, update, 1e-3)[0].grad_norm for role in (actor, critic)]
+            out[f"{step} norms"] = torch.tensor(norms)
+            if with_lora:
+                out |= {f"{step} {name}": value for name, value in actor.compute_ref_log_prob(batch, rows).items()}
+            out |= {f"{step} {name}": value.clone() for name, value in actor.engine.full_weights()}
+            folder.mkdir(exist_ok=True)
+            actor.save(str(folder))
+            critic.save(str(folder))
+            for part in ("actor", "critic", ""):
+                out |= {f"{step} {part} {name}": value for name, value in read_weights(folder / part).items()}
+        return out
+
+    batch.advantages = torch.ones(batch.responses.shape)
+    expected = run({}, tmp_path / "usual")
+    assert not unusable_on_the_host
+    found = run(OFFLOADS["both"], tmp_path / "offloaded")
+    assert unusable_on_the_host
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
