@@ -73,7 +73,10 @@ class LoraEngine(FSDPEngine):
         self.layers = list(lora_layers(policy.model).values())
         config_text = (Path(adapter.path) / CONFIG_FILE).read_text()
         where = {"base_model_name_or_path": str(Path(base).resolve())}
-        self.about = {CONFIG_FILE: json.loads(config_text) | where, BASE_FILE: {"weights": base_fingerprint(base)}}
+        made_for = {"weights": base_fingerprint(base)}
+        if adapter.reference is not None:
+            made_for["reference"] = base_fingerprint(adapter.reference)
+        self.about = {CONFIG_FILE: json.loads(config_text) | where, BASE_FILE: made_for}
         super().__init__(policy, context=context, config=config, optim=optim)
 
     @contextlib.contextmanager
@@ -294,7 +297,8 @@ def prepare_adapter(
     A run that goes on from a checkpoint's adapter keeps its fresh one as it is.
 
     Raises:
-        ConfigError: peft is missing, the named modules cannot have an adapter, or an adapter does not fit.
+        ConfigError: peft is missing, the named modules cannot have an adapter, an adapter does not fit, or that of
+            `lora_adapter_path` has changed since it became the run's reference.
     """
     shape = AdapterShape(config, base)
     if checkpoint is not None:
@@ -307,6 +311,13 @@ def prepare_adapter(
         shape.check(config.lora_adapter_path)
     except ConfigError as error:
         raise ConfigError(f"{KEY}.lora_adapter_path={config.lora_adapter_path}: {error}") from None
+    about = None if checkpoint is None else checkpoint / BASE_FILE
+    reference = json.loads(about.read_text()).get("reference") if about is not None and about.exists() else None
+    if reference not in (None, base_fingerprint(config.lora_adapter_path)):
+        raise ConfigError(
+            f"{KEY}.lora_adapter_path={config.lora_adapter_path}: the adapter there is not the one that the run started from, "
+            "which is its reference. Bring that one back, or start a new run."
+        )
     return shape.describe(str(Path(config.lora_adapter_path).resolve()))
 
 

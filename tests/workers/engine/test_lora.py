@@ -467,6 +467,27 @@ def test_a_trained_adapter_of_pefts_own_is_taken_and_saved_with_its_base(
         check_base(tmp_path / "actor", write_model("qwen3", seed=1))
 
 
+def test_a_run_goes_on_only_with_the_reference_that_it_started_with(
+    write_model: Callable[..., str],
+    make_engine: Callable[..., LoraEngine],
+    trained: Callable[[str], Path],
+    batch: PPOBatch,
+    tmp_path: Path,
+) -> None:
+    """The folder it came from may be another run's, which has gone on since."""
+    base = write_model("qwen3")
+    start = trained(base)
+    engine = make_engine(base, start, start)
+    update(engine, batch)
+    engine.save(tmp_path, "actor")
+    config, unused = lora(lora_adapter_path=str(start)), tmp_path / "unused"
+    prepare_adapter(config, base, unused, seed=1, checkpoint=tmp_path / "actor")
+    shutil.copy(tmp_path / "actor" / WEIGHTS_FILE, start)
+    with pytest.raises(ConfigError, match="is not the one that the run started from"):
+        prepare_adapter(config, base, unused, seed=1, checkpoint=tmp_path / "actor")
+    prepare_adapter(config, base, unused, seed=1)
+
+
 def edit(folder: Path, **changes: object) -> None:
     path = folder / CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
