@@ -1,5 +1,6 @@
 """`governor export`: the policy of a run or checkpoint in a folder of its own, as adapter or as a whole model."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -44,6 +45,8 @@ def export(source: Path, out: Path, *, merged: bool, base: Path | None) -> str:
             what = f"the model {folder} with the adapter of {actor} merged"
         else:
             shutil.copytree(actor, aside, dirs_exist_ok=True)
+            if is_adapter:
+                _name_base(aside, _known_base(actor))
             what = f"the {'adapter' if is_adapter else 'model'} of {actor}"
         os.rename(aside, out)
     finally:
@@ -72,11 +75,26 @@ def _base(actor: Path, named: Path | None) -> Path:
         if not (named / "config.json").exists():
             raise ConfigError(f"--base={named}: no Hugging Face model there (config.json is missing)")
         return named
-    recorded, beside = base_of(actor), actor.parents[2] / "model"
-    for folder in (recorded, beside):
-        if (folder / "config.json").exists():
-            return folder
-    raise ConfigError(f"{recorded}: the base that the adapter was trained on is not there; say where it is with --base")
+    found = _known_base(actor)
+    if found is None:
+        raise ConfigError(
+            f"{base_of(actor)}: the base that the adapter was trained on is not there; say where it is with --base"
+        )
+    return found
+
+
+def _known_base(actor: Path) -> Path | None:
+    candidates = (base_of(actor), actor.parents[2] / "model")
+    return next((folder for folder in candidates if (folder / "config.json").exists()), None)
+
+
+def _name_base(adapter: Path, base: Path | None) -> None:
+    """Write where the base is into an adapter's own file, by which peft finds it; it stays as it was if that is not known."""
+    path = adapter / ADAPTER_FILES[0]
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if base is not None:
+        settings["base_model_name_or_path"] = str(base)
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _merge(actor: Path, base: Path, out: Path) -> None:

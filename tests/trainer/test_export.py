@@ -1,5 +1,6 @@
 """`governor export`: both kinds open with public libraries and give the policy's logits."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -83,10 +84,13 @@ def test_a_checkpoint_is_found_from_the_folder_that_it_lies_in(
         assert (tmp_path / folder / "model.safetensors").exists()
 
 
-def test_a_run_that_was_moved_with_its_base_is_merged_all_the_same(lora_run: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_moved_with_its_base_is_exported_all_the_same(lora_run: Path, tmp_path: Path) -> None:
     lora_run.rename(tmp_path / "moved")
     try:
         export(tmp_path / "moved", tmp_path / "merged", merged=True, base=None)
+        export(tmp_path / "moved", tmp_path / "adapter", merged=False, base=None)
+        settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(tmp_path / "moved/model")
         (tmp_path / "moved/model").rename(tmp_path / "model")
         with pytest.raises(ConfigError, match="is not there; say where it is with --base"):
             export(tmp_path / "moved", tmp_path / "again", merged=True, base=None)
