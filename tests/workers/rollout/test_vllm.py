@@ -359,12 +359,20 @@ def test_a_model_that_vllm_cannot_run_is_told(
         Rollout(device_context, configure(*ENGINE).actor_rollout_ref, spec)
 
 
-def test_an_argument_that_vllm_does_not_have_is_told(
-    device_context: DeviceContext, configure: Callable, write_model: Callable[..., str]
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("engine_kwargs.vllm.no_such=1", "no_such"),
+        ("engine_kwargs.vllm.kv_cache_dtype=nope", "cache_dtype: Input should be 'auto'"),
+        ("max_model_len=4096", r"max_model_len \(4096\) is greater than the derived max_model_len"),
+    ],
+)
+def test_an_argument_that_vllm_refuses_is_told(
+    device_context: DeviceContext, configure: Callable, write_model: Callable[..., str], setting: str, told: str
 ) -> None:
-    spec = PolicySpec(path=write_model("qwen3"), eos_token_ids=NEVER, pad_token_id=0)
-    config = configure(*ENGINE, "actor_rollout_ref.rollout.engine_kwargs.vllm.no_such=1").actor_rollout_ref
-    with pytest.raises(ConfigError, match="no_such"):
+    spec = PolicySpec(path=write_model("qwen3", max_position_embeddings=512), eos_token_ids=NEVER, pad_token_id=0)
+    config = configure(*ENGINE, f"actor_rollout_ref.rollout.{setting}").actor_rollout_ref
+    with pytest.raises(ConfigError, match=told):
         Rollout(device_context, config, spec)
 
 
