@@ -77,7 +77,8 @@ def test_the_second_signal_ends_the_run_at_once_with_the_code_of_signals(tmp_pat
     process = start(tmp_path / "run", reward, "reward.timeout_s=200", "trainer.total_training_steps=2")
     deadline = time.monotonic() + 120
     while not here.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     time.sleep(1)
