@@ -308,6 +308,9 @@ def _correction_rules(config: GovernorConfig) -> Iterator[Fault]:
             )
     if correction.rollout_rs is not None and (text := _threshold_fault(correction, correction.rollout_rs)):
         yield Fault(f"{key}.rollout_rs_threshold", correction.rollout_rs_threshold, text)
+    if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:
+        text = f"rejects nothing by itself: set {key}.rollout_rs, or drop it"
+        yield Fault(f"{key}.rollout_rs_threshold", correction.rollout_rs_threshold, text)
     if correction.rollout_is is None and correction.rollout_is_batch_normalize:
         yield Fault(f"{key}.rollout_is_batch_normalize", True, f"needs weights: set {key}.rollout_is=token or sequence")
 

@@ -99,6 +99,7 @@ class StopSignals:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self.received: int | None = None
+        self.ended_by: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -119,6 +120,7 @@ class StopSignals:
 
     def _handle(self, number: int, _: Any) -> None:
         if self.received is not None:
+            self.ended_by = number
             sys.exit(128 + number)
         self.received = number
         self.say(
@@ -136,16 +138,19 @@ def run(config: GovernorConfig) -> int:
     run_dir = RunDir(Path(config.trainer.default_local_dir).resolve())
     run_dir.acquire()
     display = Display(num_steps=0, console="console" in config.trainer.logger)
+    signals = StopSignals(display.notice)
     try:
-        with StopSignals(display.notice) as signals:
+        with signals:
             code = _run(config, run_dir, display, signals)
     except BaseException as error:
         display.stop()
-        code = error.exit_code if isinstance(error, GovernorError) else 1
-        if isinstance(error, SystemExit) and isinstance(error.code, int):  # a second signal
-            code = error.code
+        code, reason = error.exit_code if isinstance(error, GovernorError) else 1, f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit) and signals.ended_by is not None:
+            # The code is set again, since Ray, while it waits, raises SystemExit(1) for one that a handler raised.
+            code = error.code = 128 + signals.ended_by
+            reason = f"{signal.Signals(signals.ended_by).name}, twice"
         if run_dir.is_running:
-            run_dir.write_state("failed", exit_code=code, reason=f"{type(error).__name__}: {error}")
+            run_dir.write_state("failed", exit_code=code, reason=reason)
         raise
     finally:
         run_dir.release()

@@ -102,6 +102,11 @@ CASES = {
             "0.5_inf": "a band around 1",
         }.items()
     },
+    "bounds alone reject nothing": (
+        {f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
+        f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: rejects nothing by itself: set {CORRECTION}.rollout_rs, or drop it",
+        BAND,
+    ),
     "a divergence has one bound": (
         BAND | {f"{CORRECTION}.rollout_rs": "token_k2"},
         f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: must be one number above 0 with rollout_rs=token_k2",

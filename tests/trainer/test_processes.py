@@ -68,6 +68,28 @@ def test_the_first_signal_finishes_the_step_saves_and_the_same_command_goes_on(t
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, steps + 2))
 
 
+def test_the_second_signal_ends_the_run_at_once_with_the_code_of_signals(tmp_path):
+    """While the driver waits for Ray, as it does nearly always."""
+    here = tmp_path / "here"
+    function = f"import pathlib, time\n\ndef compute_score(**_):\n    pathlib.Path({str(here)!r}).touch()\n    time.sleep(100)\n"
+    (tmp_path / "slow.py").write_text(function)
+    reward = f"reward.custom_reward_function.path={tmp_path / 'slow.py'}"
+    process = start(tmp_path / "run", reward, "reward.timeout_s=200", "trainer.total_training_steps=2")
+    deadline = time.monotonic() + 120
+    while not here.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "once more ends it at once" in out + err
+    state = json.loads((tmp_path / "run/run.json").read_text())
+    assert (state["state"], state["exit_code"], state["reason"]) == ("failed", 143, "SIGTERM, twice")
+
+
 def places(root: Path, prefix: str = "") -> set[str]:
     """The nodes that a pool's two processes ran on."""
     logs = [(root / f"logs/{prefix}device_{rank}.log").read_text() for rank in (0, 1)]

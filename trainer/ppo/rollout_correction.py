@@ -45,9 +45,9 @@ def correct_rollout(
         assert config.rollout_rs_threshold is not None, "config.rules asks for it"
         lower, upper = bounds_of(config.rollout_rs_threshold)
         loss_mask = mask & kept_tokens(log_ratio, mask, mode=config.rollout_rs, lower=lower, upper=upper)
-        had, has = mask.any(-1), loss_mask.any(-1)
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = _share(mask & ~loss_mask, mask)
-        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _share(had & ~has, had)
+        rejected = mask & ~loss_mask
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = _share(rejected, mask)
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _share(rejected.any(-1), mask.any(-1))
     weights = None
     if config.rollout_is is not None:
         ratio = _ratio(log_ratio, config.rollout_is)
@@ -76,7 +76,8 @@ def kept_tokens(log_ratio: Tensor, mask: Tensor, *, mode: str, lower: float | No
     | k2 | d² / 2 | value ≤ upper |
     | k3 | exp(d) - 1 - d | value ≤ upper |
 
-    exp of the seq_mean of k1 is the geometric mean of the ratios, as in GSPO (arXiv:2507.18071).
+    exp of the seq_mean of k1 is the geometric mean of the ratios, as in GSPO (arXiv:2507.18071). verl's k1 is -d, so that its
+    band is one of sampler / policy.
     """
     level, _, estimator = mode.rpartition("_")
     value = {

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -317,6 +318,8 @@ def engine_arguments(
         arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
         # The process group is there; vLLM asks for these names all the same. Each process sees one GPU, which is its first.
         os.environ.update(RANK=str(context.rank), LOCAL_RANK="0", WORLD_SIZE=str(context.world_size))
+        # vLLM's own all-reduce asks whether one visible GPU reaches the next, and does not start where there is no next.
+        arguments["disable_custom_all_reduce"] = True
     return arguments | rollout.engine_kwargs.vllm
 
 
@@ -410,9 +413,13 @@ def _unlink_shared_memory() -> None:
 
 
 def _line(error: BaseException) -> str:
-    """An error's kind and the first line of its text."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    """An error's kind and the first line of its text; of pydantic's, whose first line only counts them, the faults."""
+    if isinstance(error, ValidationError):
+        text = "; ".join(": ".join([*map(str, fault["loc"]), fault["msg"]]) for fault in error.errors())
+    else:
+        text = str(error)
+    lines = text.strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def _refused(rank: int, error: BaseException) -> str:

@@ -292,7 +292,17 @@ def leave_a_request(llm) -> None:
     llm.llm_engine.step()
 
 
-@pytest.mark.parametrize("harm", [break_model, leave_a_request])
+def pass_over_a_layer(llm) -> None:
+    """The engine's model takes no notice of a weight that it is given."""
+
+    def spoil(model) -> None:
+        load = model.load_weights
+        model.load_weights = lambda weights: load(item for item in weights if "layers.1.mlp.down_proj" not in item[0])
+
+    llm.apply_model(spoil)
+
+
+@pytest.mark.parametrize("harm", [break_model, leave_a_request, pass_over_a_layer])
 def test_a_push_that_fails_is_done_again_with_a_new_engine(
     pair: Pair, prompts_of: Callable[..., PPOBatch], harm: Callable
 ) -> None:
@@ -359,12 +369,20 @@ def test_a_model_that_vllm_cannot_run_is_told(
         Rollout(device_context, configure(*ENGINE).actor_rollout_ref, spec)
 
 
-def test_an_argument_that_vllm_does_not_have_is_told(
-    device_context: DeviceContext, configure: Callable, write_model: Callable[..., str]
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("engine_kwargs.vllm.no_such=1", "no_such"),
+        ("engine_kwargs.vllm.kv_cache_dtype=nope", "cache_dtype: Input should be 'auto'"),
+        ("max_model_len=4096", r"max_model_len \(4096\) is greater than the derived max_model_len"),
+    ],
+)
+def test_an_argument_that_vllm_refuses_is_told(
+    device_context: DeviceContext, configure: Callable, write_model: Callable[..., str], setting: str, told: str
 ) -> None:
-    spec = PolicySpec(path=write_model("qwen3"), eos_token_ids=NEVER, pad_token_id=0)
-    config = configure(*ENGINE, "actor_rollout_ref.rollout.engine_kwargs.vllm.no_such=1").actor_rollout_ref
-    with pytest.raises(ConfigError, match="no_such"):
+    spec = PolicySpec(path=write_model("qwen3", max_position_embeddings=512), eos_token_ids=NEVER, pad_token_id=0)
+    config = configure(*ENGINE, f"actor_rollout_ref.rollout.{setting}").actor_rollout_ref
+    with pytest.raises(ConfigError, match=told):
         Rollout(device_context, config, spec)
 
 
@@ -381,11 +399,14 @@ def test_two_devices_share_an_engine(
     shared = configure(*ENGINE, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     request = RolloutRequest(params=GREEDY, max_tokens=MAX_TOKENS, seed=0, step=1, stream=TRAIN)
     with open_pool(2) as pool:
-        groups = [ActorRolloutGroup(pool, config.actor_rollout_ref, spec) for config in (shared, configure())]
-        for num_rows in (5, 1):
-            batch = prompts_of(PROMPTS)[torch.arange(num_rows)]
-            one, other = (group.generate(batch.clone(), request) for group in groups)
+        answers = []
+        for config in (shared, configure()):
+            group = ActorRolloutGroup(pool, config.actor_rollout_ref, spec)  # the second takes the first one's place
+            answers.append([group.generate(prompts_of(PROMPTS)[torch.arange(rows)], request) for rows in (5, 1)])
+        assert len(torch.unique(answers[0][0].responses, dim=0)) == 5
+        for one, other in zip(*answers, strict=True):
             assert torch.equal(one.responses, other.responses)
             assert torch.equal(one.response_mask, other.response_mask)
             assert torch.allclose(one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=1e-4)
+            assert not torch.equal(one.rollout_log_probs, other.rollout_log_probs), "two back ends"
     assert set(shared_memory.glob("*")) == before

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trainer.errors import ConfigError
 from workers.engine.fsdp import DeviceContext
 from workers.engine.models import PolicySpec
 from workers.rollout.hf import HFRollout
-from workers.rollout.vllm import MAX_DEFAULT_CACHE, default_cache_bytes, parameter_names
+from workers.rollout.vllm import MAX_DEFAULT_CACHE, default_cache_bytes, engine_arguments, parameter_names
 from workers.rollout.worker import make_backend
 
 
@@ -48,6 +49,24 @@ def test_the_default_cache_on_cpu_holds_all_sequences_up_to_a_bound(
 ) -> None:
     config = AutoConfig.from_pretrained(write_model("qwen3"))
     assert default_cache_bytes(config, torch.float32, tokens=tokens, sequences=sequences) == expected
+
+
+def test_gpus_that_share_an_engine_do_not_use_its_own_all_reduce(
+    device_context: DeviceContext,
+    configure: Callable,
+    spec: PolicySpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks for a second GPU in a process that sees one. What a run on GPUs hands over; nothing of it is run here."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    gpu = replace(device_context, device=torch.device("cuda"), world_size=2)
+    hf_config = AutoConfig.from_pretrained(spec.path)
+    for size in (1, 2):
+        tp = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
+        config = configure("actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2", tp).actor_rollout_ref
+        arguments = engine_arguments(gpu, config, spec, hf_config)
+        assert arguments.get("disable_custom_all_reduce", False) == (size == 2)
 
 
 @pytest.mark.parametrize("tied", [True, False])
