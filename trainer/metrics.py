@@ -91,14 +91,14 @@ def part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
 
 
 def update_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """A step's figure of each metric of its updates: the mean over those that have it; for some also the last update's."""
+    """A step's figure of each metric of its updates: the mean over those that have it; for some also the last update's; nothing without any."""
     columns: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():
             columns.setdefault(name, []).append(value)
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
-    metrics |= {f"{name}_last": updates[-1][name] for name in LAST_OF_STEP if name in updates[-1]}
-    return metrics
+    last = updates[-1] if updates else {}
+    return metrics | {f"{name}_last": last[name] for name in LAST_OF_STEP if name in last}
 
 
 def timing_metrics(timer: Timer, batch: PPOBatch, *, num_devices: int) -> Metrics:

@@ -288,6 +288,8 @@ def _run_updates(
     pool: ResourcePool, role: str, batch: PPOBatch, updates: Sequence[Update], lr: float, grad_norm_key: str
 ) -> list[UpdateMetrics]:
     """Run the updates on all ranks and add their metric shares up."""
+    if not updates:
+        return []
     calls = []
     for rank in range(pool.size):
         rows, local = _localise([piece for update in updates for piece in update.micro_batches[rank]])

@@ -92,12 +92,18 @@ def plan_updates(
     num_ranks: int,
     bound: MicroBatching,
 ) -> list[Update]:
-    """All updates of a step, in order. lengths [B] in tokens; mask [B, R] bool, the tokens that the loss counts."""
+    """All updates of a step, in order. lengths [B] in tokens; mask [B, R] bool, the tokens that the loss counts.
+
+    A mini-batch without such a token is no update: its gradient is 0, and the optimizer's momentum and weight decay would
+    move the weights all the same.
+    """
     tokens = mask.sum(-1)
     updates = []
     for epoch in range(epochs):
         for rows in cut_mini_batches(uid, mini_batch_prompts=mini_batch_prompts, seed=seed, step=step, epoch=epoch):
             counts = LossCounts(num_tokens=int(tokens[rows].sum()), num_rows=int((tokens[rows] > 0).sum()))
+            if counts.num_tokens == 0:
+                continue
             pieces = plan_micro_batches(rows, lengths, num_ranks=num_ranks, bound=bound)
             updates.append(Update(counts=counts, micro_batches=pieces))
     return updates

@@ -306,7 +306,7 @@ class RayPPOTrainer:
         context = UpdateContext(seed=self.config.data.seed, step=self.step, lr=lr)
         updates = self.groups.actor_rollout.update_actor(batch, context)
         self.record.updates(self.step, "actor", updates)
-        metrics = update_metrics(updates) | {"actor/lr": lr}
+        metrics = update_metrics(updates) | {"actor/num_updates": len(updates), "actor/lr": lr}
         return metrics | {"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else metrics
 
     def look_back(self, batch: PPOBatch, scored: list[ScoredText]) -> Metrics:

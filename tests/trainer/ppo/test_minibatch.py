@@ -211,3 +211,11 @@ def test_ranks_and_micro_batches_do_not_change_which_rows_an_update_holds(num_ra
     got, wanted = plan(num_ranks=num_ranks, bound=bound), plan()
     assert [rows_of(update) for update in got] == [rows_of(update) for update in wanted]
     assert [update.counts for update in got] == [update.counts for update in wanted]
+
+
+def test_a_mini_batch_without_a_token_is_no_update() -> None:
+    assert plan(mask=np.zeros((12, 4), dtype=bool)) == []
+    mask = np.zeros((12, 4), dtype=bool)
+    mask[5, 1] = True
+    updates = plan(mask=mask)
+    assert [5 in rows_of(update) for update in updates] == [True, True], "one for each epoch"

@@ -506,20 +506,27 @@ def test_in_float64_every_weight_of_a_critic_update_is_the_same(
     assert_equal_elements(outcome.weights, expected.weights)
 
 
-def test_a_mini_batch_without_a_token_gives_loss_0_gradient_0_and_leaves_the_weights(
-    configs: Callable[..., Configs], update_actor: Update, policy: str, batch: PPOBatch, read_weights: Callable
+def test_a_mini_batch_without_a_token_is_no_update(
+    configs: Callable[..., Configs],
+    pool: ResourcePool,
+    policy: str,
+    batch: PPOBatch,
+    tmp_path: Path,
+    read_weights: Callable,
 ) -> None:
-    """DESIGN 5.3, on the whole mini-batch; single empty pieces occur in the tests above."""
+    """Neither the momentum of the update before nor weight decay moves a weight. Single empty pieces occur in the tests above."""
+    roles, _ = configs("AdamW")
+    group = ActorRolloutGroup(pool, roles, PolicySpec(path=policy, **TOKENS))
     empty = batch.clone()
     empty.loss_mask = torch.zeros_like(batch.loss_mask)
-    for name in ("advantages", "kl_advantages", "rollout_is_weights", "old_log_probs", "ref_log_prob"):
-        setattr(empty, name, torch.full_like(getattr(batch, name), math.nan))
-    roles, critic = configs("AdamW")
-    still = replace(roles, actor=replace(roles.actor, optim=replace(roles.actor.optim, weight_decay=0.0)))
-    outcome = update_actor(empty, (still, critic))
-    assert set(outcome.metrics.values()) == {0.0}
-    for name, weight in read_weights(Path(policy)).items():
-        assert torch.equal(outcome.weights[name], weight), name
+    weights = []
+    for name, given, num_updates in (("moved", batch, 1), ("rested", empty, 0)):
+        assert len(group.update_actor(given, UpdateContext(**CONTEXT, lr=1e-2))) == num_updates
+        group.save(str(tmp_path / name))
+        weights.append(read_weights(tmp_path / name / "actor"))
+    assert roles.actor.optim.weight_decay > 0
+    for name, weight in weights[0].items():
+        assert torch.equal(weights[1][name], weight), name
 
 
 def test_the_updates_of_a_step_take_the_same_rows_in_any_cut(
