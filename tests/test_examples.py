@@ -3,10 +3,13 @@
 The files for clusters are checked as far as they can be without one.
 """
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +118,48 @@ def test_the_slurm_script_is_sound_and_its_command_is_accepted(tmp_path):
         r"^ {4}sbatch examples/cluster/train.sbatch (.*)$", (script.parent / "README.md").read_text(), re.M
     )
     assert in_readme == [usage]
+
+
+# Stand-ins for the commands of the script: what they are called with goes to the file `calls`, a line each.
+STAND_INS = {
+    "hostname": "echo 10.0.0.1 fd00::1",
+    "sleep": "exit",
+    "ray": "exit",
+    "srun": 'echo "srun $SRUN_CPUS_PER_TASK $*" >>calls',
+    # The token; then how many nodes have joined, which are all from the third question on.
+    "python": '[[ $2 == *secrets* ]] && exec echo token\necho "python $(grep -c ^python calls)" >>calls\n'
+    "(($(grep -c ^python calls) < 3)) && exec echo 1\necho 2",
+    "governor": 'echo "governor $*" >>calls\ntrap "exit 143" TERM\nfor _ in $(seq 300); do /bin/sleep 0.1; done',
+}
+
+
+def test_the_slurm_script_trains_once_all_nodes_have_joined_and_passes_a_signal_and_the_exit_code_on(tmp_path):
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.touch()
+    slurm = {"SLURMD_NODENAME": "n0", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}
+    process = subprocess.Popen(
+        ["bash", str(ROOT / "examples/cluster/train.sbatch"), "data.seed=3"],
+        cwd=tmp_path,
+        env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while "governor" not in calls.read_text():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)  # for its trap and the script's
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    finally:
+        process.kill()
+    lines = calls.read_text().splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("srun")] == [["srun", "64"]] * 2
+    asked = [index for index, line in enumerate(lines) if line.startswith("python")]
+    assert len(asked) == 3
+    train = next(index for index, line in enumerate(lines) if line.startswith("governor"))
+    assert train > asked[-1]
+    assert lines[train].split()[:4] == ["governor", "train", "data.seed=3", "trainer.nnodes=2"]

@@ -139,6 +139,7 @@ def _add_submit(commands: Any) -> None:
     )
     submit.set_defaults(run=_submit)
     submit.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
+    submit.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)  # refused with a way out
     submit.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file besides ppo_trainer")
     submit.add_argument("--config-dir", "-cd", help="a folder with files of your own, inside the working directory")
     submit.add_argument("--address", help="the cluster's dashboard, http://HEAD:8265; default: RAY_API_SERVER_ADDRESS")
@@ -178,13 +179,17 @@ def _train(arguments: argparse.Namespace) -> int:
         from trainer.sweep import run_sweep
 
         return run_sweep(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
-    sweeps = [text for text in arguments.overrides if text.startswith("ablation=") and text != "ablation=null"]
+    sweeps = _ablations(arguments.overrides)
     if sweeps:
         raise ConfigError(f"{sweeps[0]}: names a sweep of several runs; add --multirun")
     config = _checked(arguments)
     from trainer.main_ppo import run
 
     return run(config)
+
+
+def _ablations(overrides: Sequence[str]) -> list[str]:
+    return [text for text in overrides if text.startswith("ablation=") and text != "ablation=null"]
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -202,6 +207,16 @@ def _submit(arguments: argparse.Namespace) -> int:
         if arguments.overrides:
             raise ConfigError(f"{arguments.overrides[0]}: {job_id} is sent already and takes no overrides")
         return (follow if arguments.follow else stop)(job_id, address=arguments.address)
+    flags = [text for text in arguments.overrides if text.startswith("-")]
+    sweeps = [*(["--multirun"] if arguments.multirun else []), *_ablations(arguments.overrides)]
+    sweeps += [text for text in flags if text in ("--multirun", "-m")]
+    if sweeps:
+        raise ConfigError(
+            f"{sweeps[0]}: a sweep cannot be submitted: submit each of its members, or run it on a node of the cluster with "
+            "RAY_ADDRESS=auto governor train --multirun …"
+        )
+    if flags:
+        raise ConfigError(f"{flags[0]}: options of governor submit stand before the --, overrides key=value behind it")
     submission = Submission(
         overrides=arguments.overrides,
         config_name=arguments.config_name,

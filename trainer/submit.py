@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.load import ConfigFaults, check_values, compose_values, flatten
+from config.load import ConfigFaults, check_values, compose_values, flatten, walk_keys
 from config.rules import Fault
 from trainer.errors import ConfigError, ResourceError
 from trainer.ray_job import JobEnd, folder_faults, read_end
@@ -181,13 +181,14 @@ def _is_absent(path: Any) -> bool:
 
 def _path_faults(flat: dict[str, Any], config_dir: str | None, files: Sequence[str]) -> Iterator[Fault]:
     """Relative paths that name nothing among the files that are sent."""
-    named = [(key, value) for key, value in flat.items() if key.endswith(("path", "_files"))]
+    known = set(walk_keys())  # below open mappings nobody but the user's code knows what is a path
+    named = [(key, value) for key, value in flat.items() if key in known and key.endswith(("path", "_files"))]
     for key, value in [*named, ("--config-dir", config_dir)]:
         for path in value if isinstance(value, list) else [value]:
             if not isinstance(path, str) or Path(path).is_absolute():
                 continue
             name = os.path.normpath(path)
-            if not any(file == name or file.startswith(f"{name}/") for file in files):
+            if not any(name == "." or file == name or file.startswith(f"{name}/") for file in files):
                 yield Fault(
                     key,
                     path,
@@ -213,6 +214,8 @@ def _package_faults(files: Sequence[str]) -> Iterator[Fault]:
 
 def _environment(submission: Submission) -> dict[str, str]:
     """The job's environment variables; values never appear in a message or on a command line."""
+    if submission.stop_wait_s < 1:
+        raise ConfigError(f"--stop-wait={submission.stop_wait_s}: must be at least 1 second")
     variables = {STOP_WAIT_VARIABLE: str(submission.stop_wait_s)}
     for name in submission.env:
         if not name.isidentifier():
@@ -242,7 +245,7 @@ def files_to_send(folder: Path, exclude: Sequence[str] = ()) -> list[str]:
     environments = tuple(name.removesuffix("pyvenv.cfg") for name in names if name.endswith("/pyvenv.cfg"))
     return sorted(
         name
-        for name in names
+        for name in set(names)  # Git lists a file with merge conflicts once for each side
         if (folder / name).is_file() and not _is_left_out(name, patterns) and not name.startswith(environments)
     )
 
@@ -290,14 +293,23 @@ def _check_size(folder: Path, files: Sequence[str]) -> None:
 
 
 def _pack(folder: Path, files: Sequence[str], out: Path) -> Path:
-    """A zip file of the files. The same files make the same bytes, which Ray keeps under their hash and takes once."""
+    """A zip file of the files. The same files make the same bytes, which Ray keeps under their hash and takes once.
+
+    Raises:
+        ConfigError: a file that cannot be read, or whose name is no text.
+    """
     path = out / "working_dir.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as package:
         for name in files:
             about = zipfile.ZipInfo(name)  # with a fixed date
-            about.external_attr = (folder / name).stat().st_mode << 16
             about.compress_type = zipfile.ZIP_DEFLATED
-            package.writestr(about, (folder / name).read_bytes())
+            try:
+                about.external_attr = (folder / name).stat().st_mode << 16
+                package.writestr(about, (folder / name).read_bytes())
+            except (OSError, UnicodeEncodeError) as error:
+                raise ConfigError(
+                    f"--working-dir={folder}: {name!r} cannot be sent ({error}); leave it out with --exclude"
+                ) from None
     return path
 
 
@@ -311,10 +323,12 @@ def _connect(option: str | None) -> tuple[str, "JobSubmissionClient"]:
         ConfigError: no address, or the extra is missing.
         ResourceError: nothing answers there, or it wants a token that is not here.
     """
-    address = option or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
-    if not address or "://" not in address:
+    variables = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+    given = {"--address": option, **{name: os.environ.get(name) for name in variables}}
+    source, address = next((item for item in given.items() if item[1]), ("--address", ""))
+    if not address or not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--address={address or ''}: name the cluster's dashboard, for example --address http://HEAD:8265 (or "
+            f"{source}={address}: name the cluster's dashboard, for example --address http://HEAD:8265 (or "
             "RAY_API_SERVER_ADDRESS)"
         )
     try:
@@ -430,6 +444,8 @@ def _copy_to_the_end(client: "JobSubmissionClient", job_id: str) -> tuple[Any, J
             info = client.get_job_info(job_id)
             if info.status.is_terminal():
                 return info, log
+        except BrokenPipeError:  # of stdout: nobody reads the log any more
+            raise
         except (aiohttp.ClientError, requests.RequestException, OSError, RuntimeError) as error:
             tries = 1 if log.length > length else tries + 1
             if tries >= MAX_TRIES:

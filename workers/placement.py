@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +89,7 @@ def _on_shared_nodes(
     specs: Sequence[PoolSpec], resource: str, nodes: list[dict[str, Any]]
 ) -> list[tuple[PlacementGroup, float]]:
     """A group per pool, the largest first, since small ones find room beside others."""
-    cpus = 1.0
-    if resource == "CPU":
-        # Any pool may come to lie beside any other, so the cores are enough for a device of each of them.
-        widest = max(spec.nnodes for spec in specs)
-        cores = sorted((_has(node, "CPU") for node in nodes), reverse=True)[widest - 1]
-        cpus = _share(cores, sum(spec.devices_per_node for spec in specs))
+    cpus = _cores_beside_others(specs, resource, nodes)
     groups = {}
     for spec in sorted(specs, key=lambda spec: -spec.devices_per_node):
         bundle = {"CPU": _round_down(cpus * spec.devices_per_node)}
@@ -101,6 +97,17 @@ def _on_shared_nodes(
             bundle["GPU"] = float(spec.devices_per_node)
         groups[spec.name] = placement_group([dict(bundle) for _ in range(spec.nnodes)], strategy="STRICT_SPREAD")
     return [(groups[spec.name], cpus) for spec in specs]
+
+
+def _cores_beside_others(specs: Sequence[PoolSpec], resource: str, nodes: list[dict[str, Any]]) -> float:
+    """Cores for each device where any pool may come to lie beside any other."""
+    if resource == "GPU":
+        # One, or less where a node has fewer cores than GPUs: they must not keep its GPUs out of reach.
+        gpus = [(_has(node, "CPU"), _has(node, "GPU")) for node in nodes if _has(node, "GPU") > 0]
+        return min(1.0, *(_share(cores, int(devices)) for cores, devices in gpus))
+    widest = max(spec.nnodes for spec in specs)
+    cores = sorted((_has(node, "CPU") for node in nodes), reverse=True)[widest - 1]
+    return _share(cores, sum(spec.devices_per_node for spec in specs))
 
 
 def _share(cores: float, devices: int) -> float:
@@ -123,7 +130,8 @@ def _wait(
     timeout = specs[0].placement_timeout_s
     deadline = time.monotonic() + timeout
     for group, spec in zip(groups, specs, strict=True):
-        while not group.wait(timeout_seconds=min(10, max(deadline - time.monotonic(), 0.1))):
+        # In whole seconds, as Ray counts: a part of one would not be waited for at all.
+        while not group.wait(timeout_seconds=min(10, max(math.ceil(deadline - time.monotonic()), 1))):
             if time.monotonic() >= deadline:
                 raise ResourceError(
                     f"{_shortage(specs, resource, nodes)}\nThey are there, but others held them for "
@@ -151,16 +159,40 @@ def _has(node: dict[str, Any], resource: str) -> float:
 
 
 def _may_fit(specs: Sequence[PoolSpec], resource: str, nodes: list[dict[str, Any]]) -> bool:
-    """Whether the nodes may have room for all pools: enough nodes for each, and enough GPUs for all.
+    """Whether the nodes have room for all pools at once, if nobody else holds any of it.
 
     On CPU any number of devices share a node's cores.
     """
-    has = [_has(node, resource) for node in nodes]
-    for spec in specs:
-        need = spec.devices_per_node if resource == "GPU" else 0.001
-        if sum(there >= need for there in has) < spec.nnodes:
-            return False
-    return resource == "CPU" or sum(spec.nnodes * spec.devices_per_node for spec in specs) <= sum(has)
+    on_gpu = resource == "GPU"
+    wanted = sorted(((spec.devices_per_node if on_gpu else 0, spec.nnodes) for spec in specs), reverse=True)
+    return _fit_beside(
+        wanted, Counter(int(_has(node, resource)) if on_gpu else 0 for node in nodes if _has(node, resource) > 0)
+    )
+
+
+def _fit_beside(wanted: Sequence[tuple[int, int]], free: Counter[int]) -> bool:
+    """Whether pools of so many devices on so many nodes each fit on `free`: how many nodes have so many free devices."""
+    if not wanted:
+        return True
+    (devices, nnodes), *others = wanted
+    kinds = [there for there, count in free.items() if there >= devices and count]
+    for counts in _splits(nnodes, [free[there] for there in kinds]):
+        left = Counter(free)
+        for there, count in zip(kinds, counts, strict=True):
+            left[there] -= count
+            left[there - devices] += count
+        if _fit_beside(others, left):
+            return True
+    return False
+
+
+def _splits(total: int, bounds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a sum of one part for each bound, at most that large."""
+    if not bounds:
+        yield from [()] if total == 0 else []
+        return
+    for first in range(min(total, bounds[0]), max(total - sum(bounds[1:]), 0) - 1, -1):
+        yield from ((first, *rest) for rest in _splits(total - first, bounds[1:]))
 
 
 def _shortage(specs: Sequence[PoolSpec], resource: str, nodes: list[dict[str, Any]]) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import subprocess
+import sys
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.ray_job import ENTRYPOINT_VARIABLE, JobEnd, read_end, say_end
-from trainer.submit import JobLog, Submission, _pack, check, files_to_send, how_it_ended
+from trainer.submit import JobLog, Submission, _copy_to_the_end, _pack, check, files_to_send, how_it_ended
 
 SHARED = "trainer.default_local_dir=/shared/runs/a"
 NOWHERE = "http://127.0.0.1:1"
@@ -91,6 +93,31 @@ def test_relative_paths_mean_files_that_are_sent(tmp_path):
         check(submission(tmp_path, *overrides, config_dir="mine", exclude=["mine"]))
 
 
+def test_the_working_directory_itself_can_be_the_folder_of_ones_own_files(tmp_path):
+    write(tmp_path, "experiment/e.yaml")
+    (tmp_path / "experiment/e.yaml").write_text("# @package _global_\ndefaults: [copy_grpo, _self_]\n")
+    assert check(submission(tmp_path, "experiment=e", SHARED, config_dir=".")) == ["experiment/e.yaml"]
+
+
+def test_what_a_reward_functions_own_arguments_mean_is_not_guessed(tmp_path):
+    assert check(submission(tmp_path, SHARED, "reward.custom_reward_function.reward_kwargs.json_path=a.b")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--multirun", "--", "ablation=limiters"], "--multirun: a sweep cannot be submitted"),
+        (["--", "--multirun", "ablation=limiters"], "ablation=limiters: a sweep cannot be submitted"),
+        (["--", "-m", "data.seed=1,2"], "-m: a sweep cannot be submitted"),
+        (["--", "ablation=limiters"], "ablation=limiters: a sweep cannot be submitted"),
+        (["--", "data.seed=1", "--config-name", "x"], "--config-name: options of governor submit stand before the --"),
+    ],
+)
+def test_a_sweep_or_an_option_behind_the_dashes_is_told_as_such(capsys, arguments, text):
+    assert main(["submit", "--address", NOWHERE, *arguments, SHARED]) == 2
+    assert text in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["workers/__init__.py", "trainer.py"])
 def test_a_package_that_would_hide_governors_is_refused(tmp_path, name):
     write(tmp_path, name, "config/experiment/mine.yaml")
@@ -109,12 +136,20 @@ def test_governors_own_checkout_can_be_the_working_directory():
         (["--env", "GOVERNOR_NO_SUCH"], "--env GOVERNOR_NO_SUCH: no such environment variable here"),
         (["--env", "KEY=s3cret"], "--env KEY: takes the name of an environment variable alone"),
         (["--working-dir", "no/folder"], "--working-dir=no/folder: no such folder"),
-        (["--address", "head:6379"], "name the cluster's dashboard, for example --address http://HEAD:8265"),
+        (
+            ["--address", "head:6379"],
+            "--address=head:6379: name the cluster's dashboard, for example --address http://",
+        ),
+        (["--address", "ray://head:10001"], "--address=ray://head:10001: name the cluster's dashboard"),
+        ([], "RAY_ADDRESS=head:6379: name the cluster's dashboard"),
+        (["--stop-wait", "-3"], "--stop-wait=-3: must be at least 1 second"),
         (["--follow", "raysubmit_1"], "raysubmit_1 is sent already and takes no overrides"),
     ],
 )
 def test_a_wrong_option_ends_with_exit_2_and_shows_no_secret(tmp_path, monkeypatch, capsys, options, text):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert main(["submit", *options, "--", SHARED]) == 2
     out, err = capsys.readouterr()
     assert text in err
@@ -183,6 +218,25 @@ def test_the_same_files_make_the_same_package(tmp_path):
     assert zipfile.ZipFile(one).namelist() == ["a.py", "ä b/c.py"]
 
 
+def test_a_file_that_cannot_be_packed_is_named_with_the_way_out(tmp_path):
+    name = os.fsdecode(b"caf\xe9.py")
+    write(tmp_path, name)
+    with pytest.raises(ConfigError, match=r"'caf\\udce9.py' cannot be sent .*leave it out with --exclude"):
+        _pack(tmp_path, files_to_send(tmp_path), tmp_path)
+
+
+def test_a_file_with_merge_conflicts_is_sent_once(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q", "-b", "main", str(tmp_path)], check=True)
+    for branch, text in (("main", "0"), ("other", "1"), ("main", "2")):
+        subprocess.run([*git, "checkout", "-q", *([branch] if text == "2" else ["-B", branch])], check=True)
+        (tmp_path / "a.py").write_text(text)
+        subprocess.run([*git, "add", "a.py"], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", text], check=True)
+    assert subprocess.run([*git, "merge", "-q", "other"], capture_output=True, check=False).returncode == 1
+    assert files_to_send(tmp_path) == ["a.py"]
+
+
 # --- the end of a job ------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +293,20 @@ def test_a_log_whose_connection_broke_goes_on_where_it_was(capsys):
     asyncio.run(log.copy(cluster, "id"))  # pyright: ignore[reportArgumentType]
     assert capsys.readouterr().out == "ab\ncd\n" + LINE
     assert read_end(log.tail) == JobEnd(2, "no such key")
+
+
+def test_a_log_that_nobody_reads_any_more_ends_the_following(monkeypatch):
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    class Cluster:
+        async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+            yield "step 1\n"
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        _copy_to_the_end(Cluster(), "id")  # pyright: ignore[reportArgumentType]
 
 
 # --- governor train inside a job -------------------------------------------------------------------------------------

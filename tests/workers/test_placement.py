@@ -8,7 +8,7 @@ import pytest
 
 from config.pools import GLOBAL_POOL
 from trainer.errors import ResourceError
-from workers.placement import Placement, PoolSpec, place, remove
+from workers.placement import Placement, PoolSpec, _cores_beside_others, _may_fit, place, remove
 
 pytestmark = pytest.mark.usefixtures("ray_session")  # one node of four cores
 CORES = 4
@@ -82,6 +82,46 @@ def test_pools_that_do_not_all_get_their_devices_give_all_back() -> None:
     finally:
         remove_placement_group(held)
     wait_until(lambda: free_cores() == CORES)
+
+
+def test_the_wait_for_what_others_hold_is_told_once_in_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    held = placement_group([{"CPU": CORES}])
+    assert held.wait(30)
+    try:
+        with pytest.raises(ResourceError, match=r"placement_timeout_s=1\.5 s"):
+            place([spec(GLOBAL_POOL, 1, placement_timeout_s=1.5)])
+        assert len(capsys.readouterr().err.splitlines()) <= 2
+    finally:
+        remove_placement_group(held)
+    wait_until(lambda: free_cores() == CORES)
+
+
+@pytest.mark.parametrize(
+    ("pools", "nodes", "fit"),
+    [
+        ([(1, 3), (1, 3), (1, 2)], [4, 4], False),  # each alone does, and there are eight in all
+        ([(1, 3), (1, 3), (1, 1), (1, 1)], [4, 4], True),
+        ([(2, 4), (1, 8)], [8, 8], False),  # the first takes half of both nodes
+        ([(1, 4), (2, 2)], [8, 4], True),  # not with the first pool on the second node
+        ([(1, 4), (1, 4)], [0, 8], True),
+        ([(2, 1)], [0, 8], False),
+        ([(32, 3), (32, 3), (32, 3), (32, 3)], [8] * 64, True),
+        ([(32, 5), (32, 3), (20, 5), (45, 3)], [8] * 64, False),
+    ],
+)
+def test_gpus_that_pools_cannot_have_at_the_same_time_are_not_waited_for(
+    pools: list[tuple[int, int]], nodes: list[int], fit: bool
+) -> None:
+    specs = [spec(f"p{index}", devices, nnodes=count, device="cuda") for index, (count, devices) in enumerate(pools)]
+    assert _may_fit(specs, "GPU", [{"Resources": {"CPU": 8.0, "GPU": float(gpus)}} for gpus in nodes]) is fit
+
+
+@pytest.mark.parametrize(("cores", "each"), [(16, 1.0), (8, 1.0), (2, 0.25)])
+def test_a_node_with_few_cores_keeps_its_gpus_in_reach(cores: int, each: float) -> None:
+    nodes = [{"Resources": {"CPU": 64.0, "GPU": 8.0}}, {"Resources": {"CPU": float(cores), "GPU": 8.0}}]
+    assert _cores_beside_others([spec(GLOBAL_POOL, 8, nnodes=2, device="cuda")], "GPU", nodes) == each
 
 
 def test_more_nodes_or_gpus_than_there_are_is_told_at_once_for_all_pools() -> None:
