@@ -139,7 +139,13 @@ def test_the_slurm_script_trains_once_all_nodes_have_joined_and_passes_a_signal_
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
     calls.touch()
-    slurm = {"SLURMD_NODENAME": "n0", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURMD_NODENAME": "n0",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
+    }
     process = subprocess.Popen(
         ["bash", str(ROOT / "examples/cluster/train.sbatch"), "data.seed=3"],
         cwd=tmp_path,

@@ -25,7 +25,7 @@ from trainer.plan import adapter_line, batch_plan
 from trainer.random_model import build_random_model
 from trainer.ray_job import check_folders
 from trainer.rollouts import AboutBatch, save_batch
-from trainer.run_dir import RunDir, last_step
+from trainer.run_dir import ANOTHER_RUN, RunDir, last_step
 from trainer.samples import sample_rows
 from trainer.tracking import Trackers
 from workers.engine.lora import ADAPTER_FILES, StartAdapter, prepare_adapter
@@ -198,7 +198,7 @@ def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: Sto
     if finished and not config.trainer.val_only:
         display.say(
             f"{run_dir.root} has its {num_steps} steps already. For more, raise trainer.total_training_steps or "
-            "trainer.total_epochs; for a new run, give it another trainer.experiment_name."
+            f"trainer.total_epochs; for a new run, give it {ANOTHER_RUN}."
         )
         return 0
     if checkpoint is not None:
@@ -530,7 +530,7 @@ def _check_data(checkpoint: Checkpoint, train_set: PromptDataset) -> None:
     if checkpoint.state()["data"]["fingerprint"] != train_set.fingerprint():
         raise DataError(
             f"{checkpoint.folder} was trained on other prompts than the files now hold; bring the old files back, or start "
-            "a new run with another trainer.experiment_name"
+            f"a new run with {ANOTHER_RUN}"
         )
 
 

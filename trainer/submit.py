@@ -251,12 +251,22 @@ def files_to_send(folder: Path, exclude: Sequence[str] = ()) -> list[str]:
 
 
 def _git_files(folder: Path) -> list[str] | None:
-    """Files that Git tracks or would add; None where the folder is in no work tree."""
+    """Files that Git tracks or would add; None where the folder is in no work tree.
+
+    Raises:
+        ConfigError: it is in one, and Git cannot say what it ignores.
+    """
     command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(command, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        if not any((place / ".git").exists() for place in (folder.resolve(), *folder.resolve().parents)):
+            return None
+        told = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise ConfigError(
+            f"--working-dir={folder}: Git cannot say which files it ignores, which must not be sent: {told}. Mend that, or "
+            "name a folder that is in no work tree."
+        ) from None
     return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
 
 

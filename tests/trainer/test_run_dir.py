@@ -67,7 +67,7 @@ def test_a_second_process_is_refused_with_the_owner_named_and_takes_over_after_i
             RunDir(root).acquire()
         assert str(caught.value) == (
             f"{root} is in use by process {owner.pid} on {platform.node()}. Wait for it, or give this run "
-            "another trainer.experiment_name."
+            "another trainer.experiment_name, or another trainer.default_local_dir where that is given."
         )
         owner.kill()  # without a chance to clean up
         owner.wait()
@@ -223,8 +223,8 @@ def test_all_unsafe_changes_are_listed_with_three_ways_out_that_work(started: Ru
         f"{started.root} holds a run with another configuration:",
         "  algorithm.gamma: the run has 1.0, now 0.5",
         f"  data.seed: the run has {configured().data.seed}, now 77",
-        "Three ways out: a new run with another trainer.experiment_name; trainer.resume_mode=disable, which moves the old "
-        "run aside; or trainer.resume_allow_changes=[algorithm.gamma,data.seed] to go on all the same.",
+        "Three ways out: a new run with another trainer.experiment_name, or another trainer.default_local_dir where that is "
+        "given; trainer.resume_mode=disable, which moves the old run aside; or trainer.resume_allow_changes=[algorithm.gamma,data.seed] to go on all the same.",
     ]
     way_out = "trainer.resume_allow_changes=[algorithm.gamma,data.seed]"
     started.check_changes(load_config(["experiment=copy_ppo", "data.seed=77", "algorithm.gamma=0.5", way_out]))

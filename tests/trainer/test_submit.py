@@ -196,6 +196,13 @@ def test_what_git_ignores_is_not_sent(tmp_path):
     assert files_to_send(tmp_path / "sub") == ["y.py"]
 
 
+def test_where_git_cannot_say_what_it_ignores_nothing_is_sent(tmp_path):
+    write(tmp_path, "secret.txt", "sub/a.py")
+    (tmp_path / ".git").write_text("gitdir: nowhere\n")
+    with pytest.raises(ConfigError, match=r"--working-dir=.*: Git cannot say which files it ignores, .*nowhere"):
+        files_to_send(tmp_path / "sub")
+
+
 def test_too_much_to_send_is_told_with_the_largest_files(tmp_path):
     write(tmp_path, "small.py", "data/big.bin")
     with (tmp_path / "data/big.bin").open("wb") as file:
