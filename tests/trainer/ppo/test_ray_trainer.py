@@ -37,7 +37,9 @@ class FakeGroups:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.batches: dict[str, PPOBatch] = {}
-        self.fill: dict[str, float] = {"old_log_probs": -1.0, "ref_log_prob": -1.5, "values": 0.25}
+        self.fill: dict[str, float] = {
+            "rollout_log_probs": -1.0, "old_log_probs": -1.0, "ref_log_prob": -1.5, "values": 0.25
+        }  # fmt: skip
         self.learning_rates: list[tuple[str, float]] = []
 
     def note(self, name: str, batch: PPOBatch | None = None) -> None:
@@ -50,9 +52,8 @@ class FakeGroups:
         batch.responses = torch.ones(len(batch), RESPONSE_TOKENS, dtype=torch.long)
         batch.response_mask = torch.ones(len(batch), RESPONSE_TOKENS, dtype=torch.bool)
         batch.loss_mask = batch.response_mask.clone()
-        batch.rollout_log_probs = torch.full((len(batch), RESPONSE_TOKENS), -1.0)
         batch.attention_mask = torch.cat([batch.prompt_mask, batch.response_mask], dim=1)
-        return batch
+        return self.constant(batch, "rollout_log_probs")
 
     def compute_scores(self, batch: PPOBatch) -> list[ScoredText]:
         self.note("reward")
@@ -288,10 +289,10 @@ def test_responses_to_a_prompt_share_its_uid_and_are_numbered(tmp_path):
     assert [row["sample_index"] for row in batch.extras] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("field", "name"), [("old_log_probs", "old_log_probs"), ("values", "values")])
-def test_a_nan_under_the_mask_stops_the_run_and_names_field_step_and_row(tmp_path, field, name):
+@pytest.mark.parametrize("name", ["rollout_log_probs", "old_log_probs", "values"])
+def test_a_nan_under_the_mask_stops_the_run_and_names_field_step_and_row(tmp_path, name):
     trainer, groups, _ = make_trainer(tmp_path, [])
-    groups.fill[field] = float("nan")
+    groups.fill[name] = float("nan")
     trainer.step = 2
     with pytest.raises(
         DivergedError, match=rf"step 2: {name} is nan at token 0 of a response to prompt 2-\d+ \(data row \d\)"

@@ -148,6 +148,38 @@ def test_sampled_log_probs_are_the_trainers(
         pair.disturb()
 
 
+def test_tokens_are_drawn_from_the_policy(pair: Pair, prompts_of: Callable[..., PPOBatch]) -> None:
+    """Pearson's statistic of the first token, whose expectation is one less than the number of tokens that are compared."""
+    batch = prompts_of([4], samples=1024)
+    responses = pair.decode(batch)
+    logits = pair.hf.backend.model(batch.prompts[:1]).logits[0, -1].detach()
+    expected = logits.double().softmax(-1) * len(batch)
+    counts = torch.bincount(responses.tokens[:, 0], minlength=len(expected))
+    often = expected > 5
+    statistic, freedom = float(((counts - expected).square() / expected)[often].sum()), int(often.sum()) - 1
+    assert freedom >= 10
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_in_bfloat16_the_sampler_follows_the_trainer_to_its_precision(
+    device_context: DeviceContext,
+    configure: Callable,
+    write_model: Callable[..., str],
+    prompts_of: Callable[..., PPOBatch],
+) -> None:
+    path = write_model("qwen3", tie_word_embeddings=True, max_position_embeddings=512)
+    pair = Pair(device_context, configure, path, "actor_rollout_ref.rollout.dtype=bfloat16")
+    try:
+        batch = prompts_of(PROMPTS, samples=4)
+        for _ in range(2):
+            responses = pair.decode(batch)
+            difference = (responses.log_probs - pair.trainer_log_probs(batch, responses, 1.0)).abs()
+            assert 1e-4 < float(difference.max()) < 0.1
+            pair.disturb()
+    finally:
+        pair.backend.shutdown()
+
+
 def test_greedy_log_probs_are_those_at_temperature_1(pair: Pair, prompts_of: Callable[..., PPOBatch]) -> None:
     batch = prompts_of(PROMPTS)
     responses = pair.decode(batch, GREEDY)
