@@ -308,9 +308,6 @@ def _correction_rules(config: GovernorConfig) -> Iterator[Fault]:
             )
     if correction.rollout_rs is not None and (text := _threshold_fault(correction, correction.rollout_rs)):
         yield Fault(f"{key}.rollout_rs_threshold", correction.rollout_rs_threshold, text)
-    if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:
-        text = f"rejects nothing by itself: set {key}.rollout_rs, or drop it"
-        yield Fault(f"{key}.rollout_rs_threshold", correction.rollout_rs_threshold, text)
     if correction.rollout_is is None and correction.rollout_is_batch_normalize:
         yield Fault(f"{key}.rollout_is_batch_normalize", True, f"needs weights: set {key}.rollout_is=token or sequence")
 
@@ -319,7 +316,9 @@ def _threshold_fault(correction: RolloutCorrectionConfig, mode: str) -> str | No
     """What is wrong with the bounds of a rejection that is on."""
     if correction.rollout_rs_threshold is None:
         bounds = (
-            "a band of ratios, as in 0.5_2.0" if mode.endswith("k1") else "the largest value that stays, as in 0.01"
+            "a band of sampler over policy, as in 0.5_2.0"
+            if mode.endswith("k1")
+            else "the largest value that stays, as in 0.01"
         )
         return f"rollout_rs={mode} needs {bounds}"
     try:
@@ -564,6 +563,9 @@ def notices(config: GovernorConfig) -> Iterator[str]:
             f"algorithm.rollout_correction compares whole distributions, and {cuts} samples from a cut one: every ratio "
             "is smaller by the share of what was kept."
         )
+    if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:
+        key = "algorithm.rollout_correction.rollout_rs"
+        yield f"{key}_threshold={shown(correction.rollout_rs_threshold)} rejects nothing without {key}."
     for name in config.trainer.resource_pools:
         if name not in pools_of(config):
             yield f"trainer.resource_pools.{name} is not opened: none of the roles that it is for is in this run."

@@ -79,7 +79,7 @@ CASES = {
     ),
     "rejection has bounds": (
         {f"{CORRECTION}.rollout_rs": "token_k1"},
-        f"{CORRECTION}.rollout_rs_threshold: rollout_rs=token_k1 needs a band of ratios, as in 0.5_2.0",
+        f"{CORRECTION}.rollout_rs_threshold: rollout_rs=token_k1 needs a band of sampler over policy, as in 0.5_2.0",
         {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": 2.0},
     ),
     "rejection by divergence has a bound": (
@@ -102,11 +102,6 @@ CASES = {
             "0.5_inf": "a band around 1",
         }.items()
     },
-    "bounds alone reject nothing": (
-        {f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
-        f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: rejects nothing by itself: set {CORRECTION}.rollout_rs, or drop it",
-        BAND,
-    ),
     "a divergence has one bound": (
         BAND | {f"{CORRECTION}.rollout_rs": "token_k2"},
         f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: must be one number above 0 with rollout_rs=token_k2",
@@ -600,6 +595,11 @@ NOTICES = {
         BAND | {f"{ROLLOUT}.top_p": 0.9},
         f"algorithm.rollout_correction compares whole distributions, and {ROLLOUT}.top_p=0.9 samples from a cut one",
         {f"{ROLLOUT}.top_p": 0.9},
+    ),
+    "bounds without a rejection": (
+        {f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
+        f"{CORRECTION}.rollout_rs_threshold=0.5_2.0 rejects nothing without {CORRECTION}.rollout_rs.",
+        BAND,
     ),
     "a pool for a role that the run does not have": (
         {"trainer.resource_pools": POOL, "trainer.role_pools.ref": "aside"},

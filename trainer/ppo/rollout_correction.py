@@ -72,16 +72,16 @@ def kept_tokens(log_ratio: Tensor, mask: Tensor, *, mode: str, lower: float | No
 
     | estimator | value | stays if |
     |---|---|---|
-    | k1 | d | lower ≤ exp(value) ≤ upper; `lower` None is 1 / upper |
+    | k1 | -d | lower ≤ exp(value) ≤ upper; `lower` None is 1 / upper |
     | k2 | d² / 2 | value ≤ upper |
     | k3 | exp(d) - 1 - d | value ≤ upper |
 
-    exp of the seq_mean of k1 is the geometric mean of the ratios, as in GSPO (arXiv:2507.18071). verl's k1 is -d, so that its
-    band is one of sampler / policy.
+    They estimate KL(sampler, policy), so the band of k1 is one of sampler over policy, as in verl. exp of the seq_mean of k1 is
+    a geometric mean of ratios, as in GSPO (arXiv:2507.18071).
     """
     level, _, estimator = mode.rpartition("_")
     value = {
-        "k1": lambda: log_ratio,
+        "k1": lambda: -log_ratio,
         "k2": lambda: log_ratio.square() / 2,
         "k3": lambda: _bounded_exp(log_ratio) - 1 - log_ratio,
     }[estimator]()

@@ -106,8 +106,8 @@ LOG_4 = math.log(4)  # far above the other tokens' |d|, of which the second row'
     [
         ("token_k1", "0.5_2.0", [[True, False, True], [True, True, False]]),
         ("token_k1", 2.0, [[True, False, True], [True, True, False]]),
-        ("token_k1", "0.9_2.0", [[True, False, False], [True, True, False]]),
-        ("token_k1", 1.6, [[True, False, False], [True, True, False]]),  # 0.55 is below 1 / 1.6
+        ("token_k1", "0.9_2.0", [[True, False, True], [False, False, False]]),  # 1 / 1.2 is below 0.9, 1 / 0.55 is 1.8
+        ("token_k1", 1.6, [[True, False, False], [True, True, False]]),  # 1 / 0.55 is above
         # k2 of 4 is 0.96, of 0.55 0.18, of 1.5 0.08; k3 of them 1.61, 0.15, 0.09.
         ("token_k2", 0.9, [[True, False, True], [True, True, False]]),
         ("token_k2", "0.1", [[True, False, False], [True, True, False]]),
