@@ -16,6 +16,7 @@ def read_settings(config: RewardModelConfig) -> Any:
     Raises:
         ConfigError: it cannot be read.
     """
+    assert config.model_path is not None, "config.rules asks for it"
     try:
         return AutoConfig.from_pretrained(
             config.model_path, trust_remote_code=config.trust_remote_code, **config.override_config
