@@ -134,7 +134,7 @@ class RunDir:
         """Add lines to a series; each holds its `step`."""
         with (self.root / name).open("a", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(line, default=repr) + "\n")  # a ground truth may be of any type
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """The whole lines of a series; one that a kill cut short is left out."""

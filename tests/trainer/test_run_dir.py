@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,12 @@ def test_lines_come_back_as_they_were_added(run_dir: RunDir) -> None:
     assert run_dir.read("samples.jsonl") == lines
     assert len((run_dir.root / "samples.jsonl").read_bytes().splitlines()) == 2
     assert run_dir.read("updates.jsonl") == []
+
+
+def test_a_ground_truth_that_json_does_not_know_stands_as_text(run_dir: RunDir) -> None:
+    """Parquet has dates and decimals."""
+    run_dir.append("samples.jsonl", [{"step": 1, "ground_truth": date(2026, 1, 2)}])
+    assert run_dir.read("samples.jsonl") == [{"step": 1, "ground_truth": "datetime.date(2026, 1, 2)"}]
 
 
 @pytest.mark.parametrize("rest", ['{"step": 3, "x"', '{"step": 3}', "{", "\x00" * 10])

@@ -10,6 +10,24 @@ from trainer.data.rows import Prompt
 from trainer.errors import ConfigError, RewardError
 
 
+def read_settings(config: RewardModelConfig) -> Any:
+    """The model's own configuration.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    assert config.model_path is not None, "config.rules asks for it"
+    try:
+        return AutoConfig.from_pretrained(
+            config.model_path, trust_remote_code=config.trust_remote_code, **config.override_config
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"reward.reward_model.model_path={config.model_path}: its config.json cannot be used: {first}"
+        ) from None
+
+
 class ConversationTokenizer:
     """Renders and tokenizes anew for the reward model, whatever tokenizer and template the policy has.
 
@@ -35,9 +53,7 @@ class ConversationTokenizer:
             raise ConfigError(f"reward.reward_model.{key}={folder}: no tokenizer can be loaded: {first}") from None
         if config.custom_chat_template is not None:
             self.tokenizer.chat_template = config.custom_chat_template
-        model = AutoConfig.from_pretrained(
-            config.model_path, trust_remote_code=config.trust_remote_code, **config.override_config
-        ).get_text_config()
+        model = read_settings(config).get_text_config()
         self.vocab_size: int = model.vocab_size
         positions = getattr(model, "max_position_embeddings", None)
         self.max_length: int | None = config.max_length or positions

@@ -155,9 +155,17 @@ def _finite(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's; text, None and Python numbers as they are; anything else as text."""
-    if value is None or isinstance(value, str | int | float):
-        return value
+    """Numbers of numpy and torch as Python's; None, text and Python numbers as they are; anything else as text.
+
+    Nothing keeps a type of the user's, an enum's for example: only the child could read it.
+    """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
     return repr(value)

@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from config.schema import RewardModelConfig
 from trainer.errors import ConfigError
 from workers.engine.fsdp import DeviceContext, FSDPEngine
 from workers.engine.models import attention_of, master_dtype
+from workers.reward.conversation import read_settings
 
 Conversation = list[int]  # tokens, without padding
 
@@ -32,11 +34,10 @@ class ScoreModel(nn.Module):
         """From a Hugging Face folder.
 
         Raises:
-            ConfigError: the folder's model has no such head, or one of several labels.
+            ConfigError: the folder's model has no such head, or one of several labels, or cannot be loaded.
         """
         assert config.model_path is not None, "config.rules asks for it"
-        path, options = config.model_path, {"trust_remote_code": config.trust_remote_code}
-        settings = AutoConfig.from_pretrained(path, **options, **config.override_config)
+        path, settings = config.model_path, read_settings(config)
         wanted = f"reward.reward_model.model_path={path}: a sequence-classification model with one label is wanted"
         if settings.num_labels != 1:
             raise ConfigError(f"{wanted}, this one has {settings.num_labels}")
@@ -47,9 +48,10 @@ class ScoreModel(nn.Module):
                 dtype=master_dtype(config.fsdp_config),
                 attn_implementation=attention_of(settings),
                 output_loading_info=True,
-                **options,
+                trust_remote_code=config.trust_remote_code,
             )
-        except ValueError as error:  # no such class for this kind of model
+        # No such class for this kind of model; no weights; weights of another shape; a file that is cut short.
+        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"{wanted}: {str(error).splitlines()[0]}") from None
         missing = sorted(report["missing_keys"])
         if missing or not isinstance(getattr(model, "score", None), nn.Module) or model.base_model is model:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,3 +230,25 @@ def test_a_model_without_a_one_label_head_is_refused(
         load(write_model("llama"))  # a causal model: transformers' default number of labels
     with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification without score\.weight"):
         load(write_model("llama"), "reward_model.override_config.num_labels=1")
+
+
+def test_a_model_folder_that_cannot_be_loaded_is_named(
+    device_context: DeviceContext, write_reward_model: Callable[..., str]
+) -> None:
+    def load(path: str, *overrides: str) -> None:
+        RewardModel(device_context, reward_config(path, *overrides).reward_model)
+
+    with pytest.raises(ConfigError, match=r"model_path=.*is wanted: .*mismatched_sizes"):
+        load(write_reward_model(num_labels=3), "reward_model.override_config.num_labels=1")
+    path = Path(write_reward_model())
+    (path / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ConfigError, match=r"model_path=.*is wanted: "):
+        load(str(path))
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model_path=.*is wanted: .*no file named model\.safetensors"):
+        load(str(path))
+    tokenizer = f"reward_model.tokenizer_path={write_reward_model()}"
+    for text in ("{", '{"model_type": "nope"}'):
+        (path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"model_path=.*: its config\.json cannot be used: "):
+            ConversationTokenizer(reward_config(str(path), tokenizer).reward_model)

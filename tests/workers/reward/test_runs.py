@@ -9,6 +9,7 @@ from config.load import load_config
 from trainer.errors import ConfigError, DataError
 from trainer.main_ppo import run
 from workers.reward import verifiers
+from workers.reward.group import RewardFunctions
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -90,6 +91,17 @@ def test_a_batched_function_sees_the_whole_step_in_order_and_gives_the_run_of_on
     )  # fmt: skip
     assert one == other
     assert "reward_extra/length/mean" in one[1]
+
+
+def test_rewards_stand_in_the_order_of_the_rows_whatever_the_number_of_workers(tmp_path, reward_rows):
+    path = tmp_path / "rewards.py"
+    path.write_text("def compute_score(solution_str, **rest):\n    return float(solution_str)\n")
+    config = load_config([f"reward.custom_reward_function.path={path}", "reward.num_workers=3"]).reward
+    functions = RewardFunctions(config, [], log_dir=str(tmp_path))
+    for count in (2, 7):  # fewer rows than workers, and shares of unequal length
+        rows = reward_rows([str(number) for number in range(count)])
+        assert [reward.score for reward in functions.score(rows)] == list(range(count))
+    functions.shutdown()
 
 
 def test_a_missing_extra_is_told_before_anything_starts(tmp_path, monkeypatch):

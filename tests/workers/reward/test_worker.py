@@ -1,5 +1,6 @@
 """Reward workers over real child processes: row by row, in batches, side by side; what a failure names."""
 
+import json
 import time
 
 import pytest
@@ -136,3 +137,24 @@ def test_a_hanging_function_of_the_users_still_ends_the_run(start_worker, reward
     code = "import time\ndef compute_score(solution_str, **rest):\n    time.sleep(60 if solution_str == 'b' else 0)\n    return 1\n"
     with pytest.raises(RewardError, match=r"longer than reward\.timeout_s=0\.5 s for row 1; its process was killed"):
         start_worker(code, timeout_s=0.5).score(reward_rows("abc", source="math"))
+
+
+def test_fields_come_back_as_plain_values_whatever_their_types(start_worker, reward_rows):
+    """A type of the user's file is known to the child alone, and a line of samples.jsonl holds what JSON has."""
+    code = """
+import enum
+import numpy as np
+class Kind(enum.StrEnum):
+    GOOD = "good"
+class Grade(enum.IntEnum):
+    TOP = 3
+def compute_score(**rest):
+    return {"score": Grade.TOP, "kind": Kind.GOOD, Kind.GOOD: True, "none": None, "mean": np.float64(0.5), "name": np.str_("x"),
+            "spectrum": np.complex128(1), "day": np.datetime64("2020-01-02")}
+"""
+    (reward,) = start_worker(code).score(reward_rows("a"))
+    assert json.loads(json.dumps(reward.extra)) == {
+        "kind": "good", "good": True, "none": None, "mean": 0.5, "name": "x", "spectrum": "(1+0j)", "day": "datetime.date(2020, 1, 2)",
+    }  # fmt: skip
+    assert {type(value) for value in reward.extra.values()} == {str, bool, type(None), float}
+    assert (reward.score, type(reward.score)) == (3.0, float)
