@@ -457,7 +457,7 @@ def _run_rules(config: GovernorConfig) -> Iterator[Fault]:
 def _reward_rules(config: GovernorConfig) -> Iterator[Fault]:
     custom, model = config.reward.custom_reward_function, config.reward.reward_model
     if custom.path is not None:
-        yield from _reward_function_faults(Path(custom.path), custom.name)
+        yield from _reward_function_faults(Path(custom.path), custom.name, batched=custom.batched)
     elif custom.batched:
         yield Fault("reward.custom_reward_function.batched", True, "needs reward.custom_reward_function.path")
     overlong, limit = config.reward.reward_kwargs.overlong_buffer_cfg, config.data.max_response_length
@@ -503,19 +503,24 @@ def _template_faults(group: str, kwargs: dict[str, Any]) -> Iterator[Fault]:
         yield Fault(f"{group}.apply_chat_template_kwargs.{name}", kwargs[name], "is set by Governor; drop it")
 
 
-def _reward_function_faults(path: Path, name: str) -> Iterator[Fault]:
+def _reward_function_faults(path: Path, name: str, *, batched: bool) -> Iterator[Fault]:
     key = "reward.custom_reward_function"
     if not path.is_file():
         yield Fault(f"{key}.path", path, "no such file")
         return
     try:
-        names = _module_names(ast.parse(path.read_bytes()).body)
+        body = ast.parse(path.read_bytes()).body
+        names = _module_names(body)
     except (SyntaxError, ValueError) as error:
         yield Fault(f"{key}.path", path, f"is not Python: {error}")
         return
     if name not in names and "*" not in names:
         functions = sorted(found for found, is_function in names.items() if is_function)
         yield Fault(f"{key}.name", name, f"{path} defines no such function; it has {', '.join(functions) or 'none'}")
+    if batched and any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in body):
+        yield Fault(
+            f"{key}.batched", True, f"{name} is an async def, which scores row by row: set it to false, or use def"
+        )
 
 
 def _module_names(body: Sequence[ast.stmt]) -> dict[str, bool]:

@@ -1,5 +1,6 @@
 """A step's metrics from its batch, its updates and its timings. METRICS.md says what each means."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,13 +73,18 @@ def _spread(name: str, values: Tensor) -> Metrics:
 
 
 def extra_metrics(extras: Sequence[dict[str, Any]]) -> Metrics:
-    """The mean of each numeric field that the reward function returned, over the rows that have it."""
+    """The mean of each numeric field that the reward function returned, over the rows where it is a finite number."""
     columns: dict[str, list[float]] = {}
     for extra in extras:
         for name, value in extra.items():
-            if isinstance(value, int | float):
+            if is_figure(value):
                 columns.setdefault(name, []).append(float(value))
     return {f"reward_extra/{name}/mean": sum(values) / len(values) for name, values in sorted(columns.items())}
+
+
+def is_figure(value: Any) -> bool:
+    """Whether a field that a reward function returned can be averaged."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:

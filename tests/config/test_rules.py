@@ -582,6 +582,17 @@ def test_a_reward_file_that_is_not_python_is_refused(tmp_path: Path, content: by
     assert fault_of(custom(path)).startswith(f"reward.custom_reward_function.path={path}: is not Python: ")
 
 
+def test_a_coroutine_function_cannot_be_batched(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("async def score(): ...\ndef plain(): ...\n")
+    batched = {"reward.custom_reward_function.batched": True}
+    assert fault_of(custom(path) | batched) == (
+        "reward.custom_reward_function.batched=true: score is an async def, which scores row by row: set it to false, or use def"
+    )
+    check(custom(path))
+    check(custom(path, "plain") | batched)
+
+
 def test_a_reward_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "no.py", tmp_path):
         assert fault_of(custom(path)) == f"reward.custom_reward_function.path={path}: no such file"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
+from trainer.metrics import is_figure
+
 Metrics = dict[str, float]
 
 
@@ -69,7 +71,7 @@ def _source_metrics(source: str, rows: list[ValSample]) -> Metrics:
     if has_acc:
         metrics[f"val-aux/{source}/reward/mean@{n}"] = _mean([row.score for row in rows])
     for field in sorted({key for row in rows for key in row.extra} - {"acc", "pred"}):
-        values = [row.extra[field] for row in rows if isinstance(row.extra.get(field), int | float)]
+        values = [row.extra[field] for row in rows if is_figure(row.extra.get(field))]
         if values:
             metrics[f"val-aux/{source}/{field}/mean@{n}"] = _mean(values)
     return metrics

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from config.schema import FSDPConfig
+from trainer.errors import ConfigError
 from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
 from trainer.ppo.limiters import LogitGeometry, logit_geometry
 from workers.engine.chunked import LanguageModelHead, figures_in_chunks
@@ -39,11 +41,19 @@ def load_model(
     """A Hugging Face model on the CPU, in evaluation mode: dropout is off for good, gradients flow all the same.
 
     `kind` is an Auto class. The weights keep `dtype`, whatever the file holds.
+
+    Raises:
+        ConfigError: the folder has no such model, or one that cannot be read.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **override_config, **extra)
-    model = kind.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=trust_remote_code
-    )
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **override_config, **extra)
+        attention = attention_of(config)
+        model = kind.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: cannot be loaded with {kind.__name__}: {first}") from None
     return model.eval()
 
 

@@ -41,7 +41,9 @@ def prepare(packages: list[str]) -> None:
     for package in packages:
         importlib.import_module(package)
     if packages:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = MEMORY_LIMIT if most == resource.RLIM_INFINITY else min(MEMORY_LIMIT, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def score_math(

@@ -103,7 +103,10 @@ class RewardWorker:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            raise _Silent(f"{self.spec.label} ended its process (exit {self.child.wait(5)}) at {what}") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may live on with its end of the pipe closed
+                self.child.wait(5)
+            self._end_child()
+            raise _Silent(f"{self.spec.label} ended its process (exit {self.child.returncode}) at {what}") from None
         if answer[0] == "failed":
             self._end_child()
             raise RewardError(answer[1])

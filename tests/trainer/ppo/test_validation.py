@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.metrics import extra_metrics
 from trainer.ppo.validation import ValSample, majority_score, pass_at_k, validation_metrics
 
 EXACT = 1e-12  # float64: means of a few numbers between 0 and 1
@@ -110,9 +111,10 @@ def test_other_numeric_fields_are_averaged_over_the_rows_that_have_them() -> Non
         sample("a", 1, length=3, note="x"),
         sample("b", 0, length=5),
         sample("c", 0, note="y"),
-        sample("d", 0, note=None),
+        sample("d", 0, note=None, length=float("nan")),
     ]
     metrics = validation_metrics(rows)
+    assert extra_metrics([row.extra for row in rows]) == {"reward_extra/length/mean": 4.0}
     assert metrics["val-aux/s/length/mean@1"] == 4.0
     assert metrics.keys() == {"val-core/s/reward/mean@1", "val-core/s/reward/pass@1", "val-aux/s/length/mean@1"}
 

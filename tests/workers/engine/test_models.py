@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from trainer.batch import PPOBatch
+from trainer.errors import ConfigError
 from workers.engine.models import PolicyModel, ValueModel
 from workers.engine.pieces import make_piece
 
@@ -207,3 +209,14 @@ def test_entropy_of_a_model_with_forbidden_tokens_is_finite(write_model: Callabl
     log_prob, entropy = run_policy(model, batch)
     assert bool(torch.isfinite(entropy).all())
     assert bool(torch.isfinite(log_prob[batch.response_mask]).all())
+
+
+def test_a_folder_without_weights_is_named(write_model: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copy(Path(write_model("qwen3")) / "config.json", tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path}: cannot be loaded with AutoModelForCausalLM: .*model.safetensors"
+    ):
+        PolicyModel.load(str(tmp_path), **LOAD)
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be loaded with AutoModelForCausalLM: "):
+        PolicyModel.load(str(tmp_path), **LOAD)

@@ -91,8 +91,9 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
         ("raise KeyError('oops')", r"(?s)raised for row 2:.*KeyError: 'oops'"),
         ("return 'good'", r"returned 'good' \(str\) for row 2"),
         ("os._exit(3)", r"ended its process \(exit 3\)"),
+        ("os.closerange(3, 100), time.sleep(60)", r"ended its process \(exit -9\)"),
     ],
-    ids=["hangs", "blocks", "raises", "returns", "exits"],
+    ids=["hangs", "blocks", "raises", "returns", "exits", "hangs up"],
 )
 def test_a_failing_row_of_an_async_function_is_named(start_worker, reward_rows, body, message):
     code = f"""
