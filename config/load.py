@@ -25,8 +25,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from config.faults import Fault, shown
 from config.foreign_keys import reason_for
-from config.rules import Fault, check_rules, shown
+from config.rules import check_rules
 from config.schema import GovernorConfig
 
 GROUPS = ("data", "model", "actor", "ref", "rollout", "critic", "optim", "engine", "algorithm", "reward", "trainer")

@@ -18,8 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
+from config.faults import Fault, shown
 from config.load import CONFIG_DIR, ConfigFaults, check_override_keys
-from config.rules import NAME_PATTERN, Fault, shown
+from config.rules import NAME_PATTERN
 
 SEED_KEY, NAME_KEY, FOLDER_KEY = "data.seed", "trainer.experiment_name", "trainer.default_local_dir"
 SWEEP_FOLDER_KEY, LAUNCHER_KEY = "hydra.sweep.dir", "hydra/launcher"

@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from config.faults import shown
 from config.load import flatten, read_yaml
-from config.rules import shown
 from trainer.errors import ConfigError
 from trainer.ppo.verdicts import limiter_verdicts
 from trainer.report.read import Series, columns

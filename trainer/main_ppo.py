@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from config.load import flatten, to_plain
+from config.notices import notices
 from config.pools import pools_of, role_pools
-from config.rules import notices
 from config.schema import GovernorConfig, RewardConfig
 from trainer.batch import PPOBatch
 from trainer.checkpoint import Checkpoint, CheckpointStore

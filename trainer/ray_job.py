@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.rules import Fault
+from config.faults import Fault
 from trainer.errors import ConfigError
 
 ENTRYPOINT_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for a job's entrypoint, and for no worker

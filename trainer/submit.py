@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.faults import Fault
 from config.load import ConfigFaults, check_values, compose_values, flatten, walk_keys
-from config.rules import Fault
 from trainer.errors import ConfigError, ResourceError
 from trainer.ray_job import JobEnd, folder_faults, read_end
 

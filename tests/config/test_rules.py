@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from config.faults import Fault, shown
 from config.load import ConfigFaults, check_values, compose_values
-from config.rules import Fault, check_rules, notices, shown
+from config.notices import notices
+from config.rules import check_rules
 from config.schema import GovernorConfig
 
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from config.rules import GROUP_ESTIMATORS
+from config.rollout_rules import GROUP_ESTIMATORS
 from config.schema import AlgorithmConfig
 from trainer.ppo.advantages import (
     ADV_ESTIMATORS,
