@@ -2,130 +2,28 @@
 
 import signal
 import sys
-import threading
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from config.load import flatten, to_plain
-from config.notices import notices
 from config.pools import pools_of, role_pools
 from config.schema import GovernorConfig, RewardConfig
-from trainer.batch import PPOBatch
-from trainer.checkpoint import Checkpoint, CheckpointStore
-from trainer.data.dataset import PromptDataset, load_dataset, steps_per_epoch
-from trainer.data.tokenizer import PolicyTokenizer, load_tokenizer
+from trainer.checkpoint import CheckpointStore
 from trainer.display import Display
-from trainer.errors import ConfigError, DataError, GovernorError
-from trainer.metrics import Metrics
+from trainer.errors import GovernorError
 from trainer.plan import adapter_line, batch_plan
-from trainer.random_model import build_random_model
+from trainer.prepare import RunParts, prepare, whole_path
 from trainer.ray_job import check_folders
-from trainer.rollouts import AboutBatch, save_batch
-from trainer.run_dir import ANOTHER_RUN, RunDir, last_step
-from trainer.samples import sample_rows
+from trainer.record import FileRecord
+from trainer.run_dir import RunDir, last_step
+from trainer.signals import StopSignals
 from trainer.tracking import Trackers
-from workers.engine.lora import ADAPTER_FILES, StartAdapter, prepare_adapter
 from workers.engine.models import AdapterSpec, PolicySpec
 
 if TYPE_CHECKING:
     from workers.pool import Pools
-
-SHOWN_SAMPLES = 2
-
-
-class FileRecord:
-    """A run's record: series in the run directory, trackers, the terminal."""
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        trackers: Trackers,
-        display: Display,
-        tokenizer: PolicyTokenizer,
-        config: GovernorConfig,
-        model_path: str,
-        adapter_path: str | None,
-    ) -> None:
-        self.run_dir, self.trackers, self.display = run_dir, trackers, display
-        self.tokenizer, self.config = tokenizer, config
-        self.model_path, self.adapter_path = model_path, adapter_path
-
-    def updates(self, step: int, role: str, updates: list[Metrics]) -> None:
-        """One line per update in `updates.jsonl`."""
-        lines = [{"step": step, "role": role, "update": i, **update} for i, update in enumerate(updates)]
-        self.run_dir.append("updates.jsonl", lines)
-
-    def samples(self, step: int, batch: PPOBatch, scored: list[Any], new_log_probs: Tensor) -> None:
-        """Some responses in `samples.jsonl`, fewer on the terminal."""
-        rows = sample_rows(
-            step, batch, scored, new_log_probs, self.tokenizer.tokenizer, self.config.actor_rollout_ref.actor
-        )
-        self.run_dir.append("samples.jsonl", rows)
-        self.display.samples(step, rows[:SHOWN_SAMPLES])
-
-    def batch(self, step: int, batch: PPOBatch, kl_coef: float) -> None:
-        """The whole batch, in `trainer.rollout_data_dir`."""
-        choice = self.config.trainer.rollout_data_dir
-        root = self.run_dir.root / "rollouts" if choice is True else Path(str(choice))
-        about = AboutBatch(
-            step=step,
-            num_steps=self.display.num_steps,
-            kl_coef=kl_coef,
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            pad_token_id=self.tokenizer.pad_token_id,
-            model_path=self.model_path,
-            adapter_path=self.adapter_path,
-        )
-        save_batch(root, batch, about, self.config)
-
-    def validation(self, step: int, metrics: Metrics) -> None:
-        """A validation by itself: shown, and kept nowhere."""
-        self.display.step(step, metrics)
-
-    def metrics(self, step: int, metrics: Metrics) -> None:
-        """One line in `metrics.jsonl`, the trackers, the terminal."""
-        self.run_dir.append("metrics.jsonl", [{"step": step, **metrics}])
-        self.trackers.log(metrics, step)
-        self.display.step(step, metrics)
-
-
-class StopSignals:
-    """INT and TERM: the first asks the run to stop after its step, the second ends the process at once."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.received: int | None = None
-        self.ended_by: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.install()
-        return self
-
-    def install(self) -> None:
-        """Take the signals; to be called again after ray.init, which takes TERM for itself and aborts on it."""
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
-            for number in self._before:
-                signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-
-    def _handle(self, number: int, _: Any) -> None:
-        if self.received is not None:
-            self.ended_by = number
-            sys.exit(128 + number)
-        self.received = number
-        self.say(
-            f"{signal.Signals(number).name}: this step is finished and saved, then the run stops; once more ends it at once"
-        )
 
 
 def run(config: GovernorConfig) -> int:
@@ -157,80 +55,21 @@ def run(config: GovernorConfig) -> int:
     return code
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunParts:
-    """What a run consists of before Ray starts."""
-
-    config: GovernorConfig
-    run_dir: RunDir
-    display: Display
-    signals: StopSignals
-    checkpoint: Checkpoint | None  # where it goes on from
-    last_recorded_step: int  # in metrics.jsonl, after what lies behind the checkpoint was cut off
-    model_path: str  # of the run's first weights
-    adapter: StartAdapter | None  # with LoRA, the first one on them
-    tokenizer: PolicyTokenizer
-    train_set: PromptDataset
-    val_set: PromptDataset | None
-    num_steps: int
-
-    def data_sources(self) -> set[str]:
-        """Of all rows."""
-        sets = [self.train_set] if self.val_set is None else [self.train_set, self.val_set]
-        return {row.data_source for dataset in sets for row in dataset.rows}
-
-
 def _run(config: GovernorConfig, run_dir: RunDir, display: Display, signals: StopSignals) -> int:
-    """The parts of a run in order: old run, model, data, then the steps."""
-    checkpoint = _prepare_folder(config, run_dir, display)
-    for notice in notices(config):
-        display.notice(notice)
-    path = _model_path(config, run_dir)
-    adapter = _start_adapter(config, run_dir, path, checkpoint)
-    tokenizer = load_tokenizer(path, config.actor_rollout_ref.model)
-    for notice in tokenizer.notices:
-        display.notice(notice)
-    train_set, val_set = _load_data(config, tokenizer, display)
-    num_steps = _num_steps(config, train_set)
-    display.num_steps, display.config = num_steps, flatten(to_plain(config))
-    done = checkpoint.step if checkpoint else 0
-    finished = done >= num_steps and last_step(run_dir.read("metrics.jsonl")) >= num_steps
-    if finished and not config.trainer.val_only:
-        display.say(
-            f"{run_dir.root} has its {num_steps} steps already. For more, raise trainer.total_training_steps or "
-            f"trainer.total_epochs; for a new run, give it {ANOTHER_RUN}."
-        )
+    parts = prepare(config, run_dir, display)
+    if parts is None:
         return 0
-    if checkpoint is not None:
-        _check_data(checkpoint, train_set)
-    only_looks = config.trainer.val_only and checkpoint is not None  # the run stays as it is
-    if not only_looks:
-        run_dir.cut_back(done)
-    parts = RunParts(
-        config=config,
-        run_dir=run_dir,
-        display=display,
-        signals=signals,
-        checkpoint=checkpoint,
-        last_recorded_step=done if only_looks else last_step(run_dir.read("metrics.jsonl")),
-        model_path=path,
-        adapter=adapter,
-        tokenizer=tokenizer,
-        train_set=train_set,
-        val_set=val_set,
-        num_steps=num_steps,
-    )
-    if only_looks:
-        _train(parts, Trackers.none(display.notice))
+    if parts.only_looks:
+        _train(parts, signals, Trackers.none(display.notice))
         return 0
-    return _run_recorded(parts)
+    return _run_recorded(parts, signals)
 
 
-def _run_recorded(parts: RunParts) -> int:
+def _run_recorded(parts: RunParts, signals: StopSignals) -> int:
     """The steps, with the run's state, trackers and report around them."""
     config, run_dir, display = parts.config, parts.run_dir, parts.display
     run_dir.write_config(config)
-    run_dir.write_state("running", exit_code=None, reason=None, seed=config.data.seed)
+    run_dir.write_state("running", exit_code=None, reason=None, seed=config.data.seed, models=parts.fingerprints)
     plan = batch_plan(config, num_train_rows=len(parts.train_set), num_steps=parts.num_steps)
     display.plan(
         plan if parts.adapter is None else [*plan, adapter_line(config.actor_rollout_ref.model, parts.adapter)]
@@ -238,7 +77,7 @@ def _run_recorded(parts: RunParts) -> int:
     trackers = _make_trackers(config, run_dir, display)
     run_dir.write_state("running", tracker_ids=trackers.run_ids())
     try:
-        complete = _train(parts, trackers)
+        complete = _train(parts, signals, trackers)
     finally:
         display.stop()
         trackers.close()
@@ -247,7 +86,7 @@ def _run_recorded(parts: RunParts) -> int:
         _write_report(run_dir, display)
         display.say(f"Done: {run_dir.root}")
         return 0
-    number = parts.signals.received
+    number = signals.received
     assert number is not None, "only a signal stops a run before its end"
     run_dir.write_state("stopped", exit_code=128 + number, reason=signal.Signals(number).name)
     _write_report(run_dir, display)
@@ -255,7 +94,7 @@ def _run_recorded(parts: RunParts) -> int:
     return 128 + number
 
 
-def _train(parts: RunParts, trackers: Trackers) -> bool:
+def _train(parts: RunParts, signals: StopSignals, trackers: Trackers) -> bool:
     """Start Ray and the workers, and run the steps that are left; False if a signal stopped them."""
     import ray
 
@@ -269,7 +108,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
     roles, reference, critic = config.actor_rollout_ref, None, None
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
-    parts.signals.install()
+    signals.install()
     functions, pools = None, None
     try:
         if uses_functions(config.reward):
@@ -324,11 +163,12 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             save_beside=save_beside,
             memory=pools.memory,
             mfu=actor.mfu,
-            should_stop=lambda: parts.signals.received is not None,
+            should_stop=lambda: signals.received is not None,
         )
         if checkpoint is not None:
             pools.load_rng(str(checkpoint.folder))
-            trainer.resume(checkpoint, last_recorded_step=parts.last_recorded_step)
+            recorded = checkpoint.step if parts.only_looks else last_step(parts.run_dir.read("metrics.jsonl"))
+            trainer.resume(checkpoint, last_recorded_step=recorded)
         parts.display.start(trainer.step)
         return trainer.fit()
     finally:
@@ -359,7 +199,7 @@ def _critic_path(parts: RunParts) -> str:
     if parts.checkpoint is not None:
         return str(parts.checkpoint.folder / "critic")
     path = parts.config.critic.model.path
-    return parts.model_path if path is None else _whole(path)
+    return parts.model_path if path is None else whole_path(path)
 
 
 def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> "Pools":
@@ -393,147 +233,6 @@ def make_reward_model(config: RewardConfig, pool_of: Mapping[str, Any]) -> Any:
     return RewardModelGroup(pool_of["reward_model"], config.reward_model) if config.reward_model.enable else None
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _prepare_folder(config: GovernorConfig, run_dir: RunDir, display: Display) -> Checkpoint | None:
-    """Settle what an old run in the folder means: none, moved aside, or gone on with from its newest valid checkpoint."""
-    if run_dir.has_run():
-        if config.trainer.resume_mode == "disable":
-            display.say(f"The old run was moved to {run_dir.move_aside()}")
-        else:
-            run_dir.check_changes(config)
-    store = CheckpointStore(run_dir.root / "checkpoints", max_to_keep=config.trainer.max_ckpt_to_keep)
-    checkpoint, reasons = store.newest_valid()
-    for reason in reasons:
-        display.notice(f"This checkpoint is passed over: {reason}")
-    if checkpoint is not None:
-        display.say(f"Going on from step {checkpoint.step}: {checkpoint.folder}")
-    return checkpoint
-
-
-def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
-    """The folder of the policy's first weights; built in the run directory where the configuration names none.
-
-    Raises:
-        ConfigError: the folder is not one of a model.
-    """
-    model = config.actor_rollout_ref.model
-    if model.path is None:
-        folder = run_dir.root / "model"
-        build_random_model(model.random_init, folder, seed=config.data.seed)
-        return str(folder)
-    for key, path in (
-        ("actor_rollout_ref.model.path", model.path),
-        ("critic.model.path", config.critic.model.path or model.path),
-    ):
-        if not (Path(path) / "config.json").is_file():
-            raise ConfigError(
-                f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "
-                "local folder, for example one made by scripts/prepare_smollm2.py."
-            )
-    return _whole(model.path)
-
-
-def _whole(path: str) -> str:
-    """A model's folder for the devices' processes, which need not have this one's working directory."""
-    return str(Path(path).resolve())
-
-
-def _start_adapter(
-    config: GovernorConfig, run_dir: RunDir, base: str, checkpoint: Checkpoint | None
-) -> StartAdapter | None:
-    """With LoRA, the run's first adapter, built in the run directory where the configuration names none.
-
-    Raises:
-        ConfigError: peft is missing, layers that cannot have an adapter, or an adapter that does not fit; the
-            checkpoint's too.
-    """
-    model = config.actor_rollout_ref.model
-    actor = None if checkpoint is None else checkpoint.folder / "actor"
-    if model.lora_rank == 0:
-        if actor is not None and (actor / ADAPTER_FILES[0]).exists():
-            raise ConfigError(
-                f"actor_rollout_ref.model.lora_rank=0: {actor} holds a LoRA adapter; a run cannot change over. Merge it with "
-                "governor export --merged, and start a new run from that model."
-            )
-        return None
-    return prepare_adapter(model, base, run_dir.root / "adapter", seed=config.data.seed, checkpoint=actor)
-
-
-def _load_data(
-    config: GovernorConfig, tokenizer: PolicyTokenizer, display: Display
-) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts.
-
-    Raises:
-        DataError: rows that cannot be used, too few of them, or a data source that nothing can score.
-    """
-    from workers.reward.manager import uses_functions
-
-    data = config.data
-    train_set = load_dataset(data, "train", tokenizer)
-    has_val = bool(data.val_files or data.generator.name)
-    val_set = load_dataset(data, "val", tokenizer) if has_val else None
-    for name, dataset in (("training", train_set), ("validation", val_set)):
-        if dataset is None:
-            continue
-        if dataset.num_filtered or dataset.num_truncated:
-            display.notice(
-                f"Of the {name} prompts {dataset.num_filtered} were longer than data.max_prompt_length={data.max_prompt_length} "
-                f"and left out, {dataset.num_truncated} cut ({data.truncation})."
-            )
-        if uses_functions(config.reward) and config.reward.custom_reward_function.path is None:
-            _check_scorers({row.data_source: row.where for row in dataset.rows})
-    if len(train_set) < data.train_batch_size:
-        raise DataError(
-            f"{len(train_set)} training prompts do not fill one step of data.train_batch_size={data.train_batch_size}; "
-            "lower it, or add rows"
-        )
-    return train_set, val_set
-
-
-def _check_scorers(sources: Mapping[str, str]) -> None:
-    """Check that there is a built-in scorer for each data source; `sources` says where one is met.
-
-    Raises:
-        ConfigError: its package is not installed.
-        DataError: there is none.
-    """
-    from config.gym_tasks import GYM_PREFIX
-    from workers.reward.scorers import SCORERS
-    from workers.reward.verifiers import missing_extra
-
-    for source, where in sources.items():
-        if source not in SCORERS:
-            known = ", ".join(sorted(name for name in SCORERS if not name.startswith(GYM_PREFIX)))
-            raise DataError(
-                f"{where}: no built-in scorer for data source {source!r} (there are {known}, and {GYM_PREFIX}TASK); set "
-                "reward.custom_reward_function.path and .name, or score with reward.reward_model and combine=replace alone"
-            )
-        extra = missing_extra(source)
-        if extra is not None:
-            raise ConfigError(
-                f"{where}: data source {source!r} is scored by a package that is not installed: pip install "
-                f"'governor-rl[{extra}]'"
-            )
-
-
-def _num_steps(config: GovernorConfig, train_set: PromptDataset) -> int:
-    trainer = config.trainer
-    if trainer.total_training_steps is not None:
-        return trainer.total_training_steps
-    return trainer.total_epochs * steps_per_epoch(len(train_set), config.data.train_batch_size)
-
-
-def _check_data(checkpoint: Checkpoint, train_set: PromptDataset) -> None:
-    if checkpoint.state()["data"]["fingerprint"] != train_set.fingerprint():
-        raise DataError(
-            f"{checkpoint.folder} was trained on other prompts than the files now hold; bring the old files back, or start "
-            f"a new run with {ANOTHER_RUN}"
-        )
-
-
 def _write_report(run_dir: RunDir, display: Display) -> None:
     from trainer.report.page import write_report
 
@@ -544,16 +243,12 @@ def _write_report(run_dir: RunDir, display: Display) -> None:
 
 
 def _make_trackers(config: GovernorConfig, run_dir: RunDir, display: Display) -> Trackers:
-    import json
-
-    known = json.loads((run_dir.root / "run.json").read_text(encoding="utf-8"))
-    run_ids: Mapping[str, str] = known.get("tracker_ids") or {}
     return Trackers(
         config.trainer.logger,
         project=config.trainer.project_name,
         name=config.trainer.experiment_name,
         root=run_dir.root,
-        run_ids=run_ids,
+        run_ids=run_dir.state().get("tracker_ids") or {},
         config=to_plain(config),
         warn=display.notice,
     )

@@ -122,12 +122,16 @@ class RunDir:
         """The resolved configuration."""
         _write_atomically(self.root / "config.yaml", to_yaml(config))
 
+    def state(self) -> dict[str, Any]:
+        """What `run.json` holds; nothing before a run's start."""
+        path = self.root / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
     def write_state(self, state: str, **fields: Any) -> None:
         """`run.json`: state, and whatever else is known; what it held besides stays."""
-        path = self.root / "run.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"versions": versions()}
+        known = self.state() or {"versions": versions()}
         known |= {"state": state, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields}
-        _write_atomically(path, json.dumps(known, indent=1) + "\n")
+        _write_atomically(self.root / "run.json", json.dumps(known, indent=1) + "\n")
         self.is_running = state == "running"
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:

@@ -1,10 +1,11 @@
 """Whole runs over real Ray actors: learning, resuming in the same bits, what a run leaves behind, how it fails."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from config.load import load_config
@@ -133,6 +134,25 @@ def test_a_resume_with_another_seed_is_refused_and_touches_nothing(full_run):
         train(full_run, *ALL_LIMITERS, "data.seed=2", "trainer.total_training_steps=8")
     assert {name: (full_run / name).read_bytes() for name in before} == before
     assert not (full_run / "checkpoints/global_step_8").exists()
+
+
+def test_a_resume_from_other_weights_of_the_reference_is_refused_unless_allowed(full_run, tmp_path):
+    key, model = "actor_rollout_ref.model.path", tmp_path / "model"
+    shutil.copytree(full_run / "model", model)
+    settings = [f"{key}={model}", *ALL_LIMITERS, "trainer.total_training_steps=1"]
+    train(tmp_path / "run", *settings)
+    weights = load_file(model / "model.safetensors")
+    save_file({**weights, "model.norm.weight": weights["model.norm.weight"] + 0.5}, model / "model.safetensors")
+    longer = [*settings, "trainer.total_training_steps=2"]
+    with pytest.raises(
+        ConfigError, match=rf"^{key}={model}: the folder holds other weights than when this run began; "
+    ):
+        train(tmp_path / "run", *longer)
+    allowed = f"trainer.resume_allow_changes=[{key}]"
+    assert train(tmp_path / "run", *longer, allowed)[-1]["step"] == 2
+    assert train(tmp_path / "run", *longer, "trainer.total_training_steps=3")[-1]["step"] == 3, (
+        "the new ones are now known"
+    )
 
 
 def test_resume_mode_disable_moves_the_old_run_aside(tmp_path):

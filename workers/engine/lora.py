@@ -5,7 +5,6 @@ of the base's weights. peft (extra `lora`) is imported where it is used.
 """
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
@@ -23,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from config.schema import FSDPConfig, ModelConfig, OptimConfig
 from trainer.errors import ConfigError
 from workers.engine.fsdp import DeviceContext, FSDPEngine, full_value
-from workers.engine.models import AdapterSpec, PolicyModel
+from workers.engine.models import AdapterSpec, PolicyModel, weights_fingerprint
 
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "governor_base.json"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE)
@@ -34,7 +33,6 @@ FREE_FIELDS = {
     "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "base_model_name_or_path", "task_type",
     "peft_type", "inference_mode", "fan_in_fan_out", "revision", "auto_mapping", "peft_version",
 }  # fmt: skip
-SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 
 
 def import_peft() -> Any:
@@ -73,9 +71,9 @@ class LoraEngine(FSDPEngine):
         self.layers = list(lora_layers(policy.model).values())
         config_text = (Path(adapter.path) / CONFIG_FILE).read_text()
         where = {"base_model_name_or_path": str(Path(base).resolve())}
-        made_for = {"weights": base_fingerprint(base)}
+        made_for = {"weights": weights_fingerprint(base)}
         if adapter.reference is not None:
-            made_for["reference"] = base_fingerprint(adapter.reference)
+            made_for["reference"] = weights_fingerprint(adapter.reference)
         self.about = {CONFIG_FILE: json.loads(config_text) | where, BASE_FILE: made_for}
         super().__init__(policy, context=context, config=config, optim=optim)
 
@@ -239,7 +237,7 @@ class AdapterShape:
         self.peft_config.exclude_modules = _as_written(self.peft_config.exclude_modules)
         self.peft_config.inference_mode = True
         self.peft_config.save_pretrained(aside)
-        (aside / BASE_FILE).write_text(json.dumps({"weights": base_fingerprint(self.base)}) + "\n")
+        (aside / BASE_FILE).write_text(json.dumps({"weights": weights_fingerprint(self.base)}) + "\n")
         _write_weights(aside, weights)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
@@ -313,7 +311,7 @@ def prepare_adapter(
         raise ConfigError(f"{KEY}.lora_adapter_path={config.lora_adapter_path}: {error}") from None
     about = None if checkpoint is None else checkpoint / BASE_FILE
     reference = json.loads(about.read_text()).get("reference") if about is not None and about.exists() else None
-    if reference not in (None, base_fingerprint(config.lora_adapter_path)):
+    if reference not in (None, weights_fingerprint(config.lora_adapter_path)):
         raise ConfigError(
             f"{KEY}.lora_adapter_path={config.lora_adapter_path}: the adapter there is not the one that the run started from, "
             "which is its reference. Bring that one back, or start a new run."
@@ -328,7 +326,7 @@ def check_base(folder: str | Path, base: str) -> None:
         ConfigError: they are others; with them the adapter would mean another policy.
     """
     about = Path(folder) / BASE_FILE
-    if about.exists() and json.loads(about.read_text())["weights"] != base_fingerprint(base):
+    if about.exists() and json.loads(about.read_text())["weights"] != weights_fingerprint(base):
         raise ConfigError(
             f"{folder}: the adapter was made for a base with other weights than {base} holds. Name that base, or remove "
             f"{about} to use it on this one all the same."
@@ -338,19 +336,6 @@ def check_base(folder: str | Path, base: str) -> None:
 def base_of(folder: Path) -> Path:
     """The folder of the base that an adapter says it was made for."""
     return Path(json.loads((folder / CONFIG_FILE).read_text())["base_model_name_or_path"])
-
-
-def base_fingerprint(base: str) -> str:
-    """A hash over the sizes and over samples of a model's weight files: milliseconds at any size."""
-    digest = hashlib.sha256()
-    for path in sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(base).glob(kind)):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(sample * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _check_names(config: ModelConfig, model: nn.Module, linear: list[str]) -> None:

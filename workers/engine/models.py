@@ -1,6 +1,8 @@
 """The models that the engines run, over Hugging Face models: log-probabilities and values of response tokens."""
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,8 @@ from trainer.ppo.limiters import LogitGeometry, logit_geometry
 from workers.engine.chunked import LanguageModelHead, figures_in_chunks
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file, in its fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,19 @@ def load_model(
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"{path}: cannot be loaded with {kind.__name__}: {first}") from None
     return model.eval()
+
+
+def weights_fingerprint(folder: str) -> str:
+    """A hash over the sizes and over samples of a model's weight files: milliseconds at any size."""
+    digest = hashlib.sha256()
+    for path in sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(sample * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def attention_of(config: Any) -> str:

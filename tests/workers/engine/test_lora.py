@@ -24,11 +24,10 @@ from workers.engine.lora import (
     WEIGHTS_FILE,
     LoraEngine,
     attach_adapters,
-    base_fingerprint,
     check_base,
     prepare_adapter,
 )
-from workers.engine.models import AdapterSpec, PolicyModel, load_model
+from workers.engine.models import AdapterSpec, PolicyModel, load_model, weights_fingerprint
 from workers.engine.pieces import make_piece
 from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare
@@ -538,8 +537,8 @@ def test_the_fingerprint_of_a_base_stands_for_its_weights_wherever_they_lie(
 ) -> None:
     base = write_model("qwen3")
     shutil.copytree(base, tmp_path / "copy")
-    assert base_fingerprint(str(tmp_path / "copy")) == base_fingerprint(base)
+    assert weights_fingerprint(str(tmp_path / "copy")) == weights_fingerprint(base)
     weights = load_file(tmp_path / "copy" / "model.safetensors")
     weights["model.norm.weight"] += 1e-3
     save_file(weights, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
-    assert base_fingerprint(str(tmp_path / "copy")) != base_fingerprint(base)
+    assert weights_fingerprint(str(tmp_path / "copy")) != weights_fingerprint(base)
