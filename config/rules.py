@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from config.faults import Fault, shown
 from config.gym_tasks import GYM_TASKS
@@ -10,6 +10,7 @@ from config.pools import GLOBAL_POOL, devices_of, role_pools
 from config.reward_rules import reward_rules
 from config.rollout_rules import correction_rules, engine_rules, sampling_rules
 from config.schema import GovernorConfig
+from config.secrets import secrets_in
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 POOL_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")  # it stands in keys and in names of files
@@ -38,6 +39,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *_limiter_rules(config),
         *reward_rules(config),
         *_run_rules(config),
+        *_secret_rules(config),
     ]
 
 
@@ -236,6 +238,16 @@ def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
     for name, optim in (("actor_rollout_ref.actor", actor.optim), ("critic", critic.optim)):
         if len(optim.betas) != 2:
             yield Fault(f"{name}.optim.betas", optim.betas, "needs two numbers")
+
+
+def _secret_rules(config: GovernorConfig) -> Iterator[Fault]:
+    for key in secrets_in(asdict(config)):
+        yield Fault(
+            key,
+            None,  # not shown again
+            "looks like a secret, and the configuration is written to disk and shown by Ray and trackers: read it from the "
+            "environment where it is used (governor submit takes a variable along with --env NAME)",
+        )
 
 
 def _run_rules(config: GovernorConfig) -> Iterator[Fault]:

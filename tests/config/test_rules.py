@@ -577,6 +577,33 @@ def test_a_missing_reward_function_is_told_with_those_that_there_are(tmp_path: P
     assert fault_of(custom(path)).endswith("it has none")
 
 
+SECRETS = {
+    "reward.custom_reward_function.reward_kwargs": {"judge": {"api_key": "x"}, "urls": ["https://me:pass@host/v1"]},
+    "ray_kwargs.ray_init": {
+        "runtime_env": {"env_vars": {"HF_TOKEN": "abc", "OTHER": "hf_" + "a" * 34, "WANDB_API_KEY": "b"}}
+    },
+}
+NO_SECRETS = {
+    "reward.custom_reward_function.reward_kwargs": {
+        "pad_token": "<pad>", "num_memory_tokens": 4, "api_key": None, "password": "", "secretary": "x", "url": "https://host:80/a@b",
+        "keys": ["a"], "commit": "0" * 40, "tokenizer": "hf_model", "token": "</s>",
+    }
+}  # fmt: skip
+
+
+def test_what_looks_like_a_secret_is_refused_and_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("def score(): ...\n")
+    check(custom(path) | NO_SECRETS)
+    with pytest.raises(ConfigFaults) as caught:
+        check(custom(path) | SECRETS)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    kwargs, env = "reward.custom_reward_function.reward_kwargs", "ray_kwargs.ray_init.runtime_env.env_vars"
+    keys = [f"{kwargs}.judge.api_key", f"{kwargs}.urls", f"{env}.HF_TOKEN", f"{env}.OTHER", f"{env}.WANDB_API_KEY"]
+    assert sorted(line.split(": looks like a secret, ")[0] for line in lines) == sorted(keys)
+    assert "pass@" not in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [b"def score(:\n", b"def score(): '\xff'\n", b"def score(): ...\0\n"])
 def test_a_reward_file_that_is_not_python_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "reward.py"
