@@ -1,7 +1,7 @@
 """The one container that goes through a step.
 
-Axes: B rows (responses), P prompt tokens (left-padded), R response tokens (right-padded). Padding columns exist on the
-wire only; the engines remove them.
+Axes: B rows (responses), P prompt tokens (left-padded), R response tokens (right-padded). These padding columns
+exist on the wire only: `workers.engine.pieces` says what an engine makes of them.
 """
 
 import numpy as np

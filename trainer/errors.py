@@ -1,4 +1,4 @@
-"""Errors that end a run, each with the exit code of DESIGN section 9.
+"""Errors that end a run, each with its exit code.
 
 An error of this kind is for the user: its text holds the full key or file, the value, the rule and the way out, and
 the CLI prints it without a traceback. Everything else is a fault of this code and rises with its traceback.
@@ -54,6 +54,3 @@ class RewardError(GovernorError):
     """A reward function raised, timed out or returned what is not a reward (exit 8)."""
 
     exit_code = 8
-
-
-EXIT_CODES = {error.exit_code: error.__name__ for error in GovernorError.__subclasses__()}

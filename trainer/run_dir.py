@@ -1,4 +1,4 @@
-"""The run directory: what a run writes, whether it may go on there, and its lock. DESIGN section 9 draws it."""
+"""The run directory: what a run writes, whether it may go on there, and its lock. The README draws it."""
 
 import contextlib
 import fcntl

@@ -59,7 +59,7 @@ class RunRecord(Protocol):
 
 
 class RayPPOTrainer:
-    """Runs the steps of DESIGN section 3: rollout, reward, log-probabilities, KL, advantages, updates, records."""
+    """Runs the steps: rollout, reward, log-probabilities, KL, advantages, updates, records."""
 
     def __init__(
         self,
