@@ -10,10 +10,9 @@ from torch import Tensor
 
 from config.pools import all_devices, devices_of
 from config.schema import GovernorConfig, OptimConfig
-from trainer.batch import PPOBatch, require
+from trainer.batch import PPOBatch, require, require_finite
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, batch_indexes
-from trainer.errors import DivergedError
 from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, part_metrics, timing_metrics, update_metrics
 from trainer.ppo.advantages import AdvantageResult, compute_advantages
 from trainer.ppo.core_algos import apply_kl_penalty, get_kl_controller
@@ -355,13 +354,7 @@ class RayPPOTrainer:
             DivergedError: a value is NaN or infinite; names field, step and prompt.
         """
         values, mask = require(batch, field, "response_mask")
-        bad = mask & ~torch.isfinite(values)
-        if bool(bad.any()):
-            row, token = (int(i) for i in bad.nonzero()[0])
-            raise DivergedError(
-                f"step {self.step}: {field} is {float(values[row, token])} at token {token} of a response to prompt "
-                f"{batch.uid[row]} (data row {batch.extras[row]['prompt_index'] + 1})"
-            )
+        require_finite(batch, values, mask, what=f"step {self.step}: {field}")
 
     # --- validation --------------------------------------------------------------------------------------------------
 
