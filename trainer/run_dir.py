@@ -19,9 +19,10 @@ from trainer.errors import ConfigError, ResourceError
 RATE_KEYS = ("*.optim.lr*", "*.optim.min_lr_ratio", "*.optim.num_cycles")
 # Keys that a resumed run may change: they move records, lengths and rates, and no number that is already there.
 SAFE_KEYS = (
-    "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "trainer.*_freq", "trainer.rollout_data_dir",
-    "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*", "trainer.max_ckpt_to_keep",
-    "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", *RATE_KEYS, "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
+    "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "trainer.*_freq",
+    "trainer.rollout_data_dir", "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*",
+    "trainer.max_ckpt_to_keep", "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", *RATE_KEYS,
+    "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "reward.num_workers", "reward.timeout_s", "ray_kwargs.*", "*.fsdp_config.param_offload", "*.fsdp_config.optimizer_offload",
     "*.model.enable_gradient_checkpointing", "reward.custom_reward_function.max_concurrency",
