@@ -1,5 +1,6 @@
 """One run from its configuration to its end: `run(config)`, and `python -m trainer.main_ppo key=value …`."""
 
+import json
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from torch import Tensor
 from config.load import flatten, to_plain
 from config.notices import notices
 from config.pools import pools_of, role_pools
-from config.schema import GovernorConfig, RewardConfig
+from config.schema import GovernorConfig
 from trainer.batch import PPOBatch
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, load_dataset, steps_per_epoch
@@ -175,7 +176,7 @@ class RunParts:
     num_steps: int
 
     def data_sources(self) -> set[str]:
-        """Of all rows."""
+        """Those of all rows."""
         sets = [self.train_set] if self.val_set is None else [self.train_set, self.val_set]
         return {row.data_source for dataset in sets for row in dataset.rows}
 
@@ -264,9 +265,10 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
     from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
     from workers.reward.group import RewardFunctions, RewardGroup
     from workers.reward.manager import uses_functions
+    from workers.reward.model_group import RewardModelGroup
 
     config, checkpoint, tokenizer = parts.config, parts.checkpoint, parts.tokenizer
-    roles, reference, critic = config.actor_rollout_ref, None, None
+    roles, reference, critic, reward_model = config.actor_rollout_ref, None, None, None
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
     parts.signals.install()
@@ -288,14 +290,15 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
                 seed=config.data.seed,
                 max_response_length=config.data.max_response_length,
             )
-
+        if config.reward.reward_model.enable:
+            reward_model = RewardModelGroup(pool_of["reward_model"], config.reward.reward_model)
         reward = RewardGroup(
             config.reward,
             tokenizer.tokenizer,
             tokenizer.eos_token_ids,
             max_response_length=config.data.max_response_length,
             functions=functions,
-            model=make_reward_model(config.reward, pool_of),
+            model=reward_model,
         )
 
         def save_beside(aside: str) -> None:
@@ -359,7 +362,7 @@ def _critic_path(parts: RunParts) -> str:
     if parts.checkpoint is not None:
         return str(parts.checkpoint.folder / "critic")
     path = parts.config.critic.model.path
-    return parts.model_path if path is None else _whole(path)
+    return parts.model_path if path is None else _absolute(path)
 
 
 def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> "Pools":
@@ -384,13 +387,6 @@ def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | N
             if names is None or name in names
         ]
     )
-
-
-def make_reward_model(config: RewardConfig, pool_of: Mapping[str, Any]) -> Any:
-    """The reward model's group, where the configuration has one."""
-    from workers.reward.model_group import RewardModelGroup
-
-    return RewardModelGroup(pool_of["reward_model"], config.reward_model) if config.reward_model.enable else None
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -432,11 +428,11 @@ def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
                 f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "
                 "local folder, for example one made by scripts/prepare_smollm2.py."
             )
-    return _whole(model.path)
+    return _absolute(model.path)
 
 
-def _whole(path: str) -> str:
-    """A model's folder for the devices' processes, which need not have this one's working directory."""
+def _absolute(path: str) -> str:
+    """A folder for the devices' processes, which need not have this one's working directory."""
     return str(Path(path).resolve())
 
 
@@ -544,8 +540,6 @@ def _write_report(run_dir: RunDir, display: Display) -> None:
 
 
 def _make_trackers(config: GovernorConfig, run_dir: RunDir, display: Display) -> Trackers:
-    import json
-
     known = json.loads((run_dir.root / "run.json").read_text(encoding="utf-8"))
     run_ids: Mapping[str, str] = known.get("tracker_ids") or {}
     return Trackers(

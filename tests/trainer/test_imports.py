@@ -14,7 +14,10 @@ FORMULAS = [
     "trainer.batch",
     "trainer.ppo.core_algos",
     "trainer.ppo.advantages",
+    "trainer.ppo.limiters",
     "trainer.ppo.minibatch",
+    "trainer.ppo.rollout_correction",
+    "trainer.ppo.verdicts",
     "trainer.ppo.validation",
     "workers.losses",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,7 +87,10 @@ class RayPPOTrainer:
         self.memory = memory
         self.mfu = mfu
         self.should_stop = should_stop
-        self.kl_ctrl = get_kl_controller(**_fields(config.algorithm.kl_ctrl))
+        kl_ctrl = config.algorithm.kl_ctrl
+        self.kl_ctrl = get_kl_controller(
+            type=kl_ctrl.type, kl_coef=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon
+        )
         self.mean_kl = 0.0  # of this step's batch to the reference, where the KL is in the reward
         self.step = 0
 
@@ -212,6 +215,16 @@ class RayPPOTrainer:
             params=params, max_tokens=data.max_response_length, seed=data.seed, step=self.step, stream=stream
         )
 
+    def compute_old_log_prob(self, batch: PPOBatch) -> PPOBatch:
+        """Stage 4: `old_log_probs` and `entropys`; in bypass mode the sampler's log-probabilities, and no entropy."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            (rollout_log_probs,) = require(batch, "rollout_log_probs")
+            batch.old_log_probs = rollout_log_probs.clone()
+        else:
+            batch = self.groups.actor_rollout.compute_log_prob(batch)
+        self.require_finite(batch, "old_log_probs")
+        return batch
+
     def apply_kl(self, batch: PPOBatch) -> Metrics:
         """Stage 7: `token_level_rewards`, with the KL to the reference taken off if asked; moves the KL controller."""
         (scores,) = require(batch, "token_level_scores")
@@ -233,16 +246,6 @@ class RayPPOTrainer:
         self.kl_ctrl.update(result.mean_kl, result.num_rows)
         self.mean_kl = result.mean_kl
         return {"actor/reward_kl_penalty": result.mean_kl, "actor/reward_kl_penalty_coeff": beta}
-
-    def compute_old_log_prob(self, batch: PPOBatch) -> PPOBatch:
-        """Stage 4: `old_log_probs` and `entropys`; in bypass mode the sampler's log-probabilities, and no entropy."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            (rollout_log_probs,) = require(batch, "rollout_log_probs")
-            batch.old_log_probs = rollout_log_probs.clone()
-        else:
-            batch = self.groups.actor_rollout.compute_log_prob(batch)
-        self.require_finite(batch, "old_log_probs")
-        return batch
 
     def correct_rollout(self, batch: PPOBatch) -> Metrics:
         """Stage 8, before the advantages: `loss_mask` and `rollout_is_weights`, and how far the sampler is from the policy."""
@@ -422,7 +425,3 @@ class RayPPOTrainer:
 
 def _due(step: int, frequency: int) -> bool:
     return frequency > 0 and step % frequency == 0
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__slots__}

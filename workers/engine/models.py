@@ -63,7 +63,7 @@ def attention_of(config: Any) -> str:
 
 
 def master_dtype(config: FSDPConfig) -> torch.dtype:
-    """Of a model's weights, whatever they are computed in."""
+    """The precision of a model's weights, whatever they are computed in."""
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 

@@ -52,7 +52,7 @@ class RewardWorker:
     def score(self, rows: Sequence[RewardRow]) -> list[Reward]:
         """The rows' rewards, in their order.
 
-        What a verifier of another package (`workers.reward.verifiers`) does not come back from is 0 and `unscored`.
+        A row on which a verifier of another package (`workers.reward.verifiers`) hangs or dies scores 0, `unscored`.
 
         Raises:
             RewardError: a call raised, took longer than the limit, ended the child, or returned what is not a reward.
