@@ -54,3 +54,8 @@ class RewardError(GovernorError):
     """A reward function raised, timed out or returned what is not a reward (exit 8)."""
 
     exit_code = 8
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

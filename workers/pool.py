@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerC
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.errors import GovernorError, WorkerLostError
+from trainer.errors import GovernorError, WorkerLostError, first_line
 from workers.placement import Placement, PoolSpec, place, remove
 
 log = logging.getLogger(__name__)
@@ -255,5 +255,4 @@ def get(reference: Any, what: str) -> Any:
             raise type(error.cause)(str(error.cause)) from None
         raise
     except (RayActorError, WorkerCrashedError, GetTimeoutError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise WorkerLostError(f"a worker process was lost during {what}: {first}") from error
+        raise WorkerLostError(f"a worker process was lost during {what}: {first_line(error)}") from error
