@@ -33,7 +33,9 @@ from workers.engine.lora import ADAPTER_FILES, StartAdapter, prepare_adapter
 from workers.engine.models import AdapterSpec, PolicySpec
 
 if TYPE_CHECKING:
+    from trainer.ppo.ray_trainer import WorkerGroups
     from workers.pool import Pools
+    from workers.reward.group import RewardFunctions
 
 SHOWN_SAMPLES = 2
 
@@ -260,15 +262,12 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
     """Start Ray and the workers, and run the steps that are left; False if a signal stopped them."""
     import ray
 
-    from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
+    from trainer.ppo.ray_trainer import RayPPOTrainer
     from trainer.ray_session import start_ray
-    from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
-    from workers.reward.group import RewardFunctions, RewardGroup
+    from workers.reward.group import RewardFunctions
     from workers.reward.manager import uses_functions
-    from workers.reward.model_group import RewardModelGroup
 
     config, checkpoint, tokenizer = parts.config, parts.checkpoint, parts.tokenizer
-    roles, reference, critic, reward_model = config.actor_rollout_ref, None, None, None
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
     parts.signals.install()
@@ -277,29 +276,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
         if uses_functions(config.reward):
             functions = RewardFunctions(config.reward, parts.data_sources(), log_dir=str(logs))
         pools = open_pools(config, logs)
-        pool_of = {role: pools[name] for role, name in role_pools(config).items()}
-        policy, first_policy = _policies(parts)
-        actor = ActorRolloutGroup(pool_of["actor"], roles, policy, rollout_pool=pool_of["rollout"])
-        if config.uses_reference:
-            reference = ReferenceGroup(pool_of["ref"], roles, first_policy)
-        if config.uses_critic:
-            critic = CriticGroup(
-                pool_of["critic"],
-                config.critic,
-                _critic_path(parts),
-                seed=config.data.seed,
-                max_response_length=config.data.max_response_length,
-            )
-        if config.reward.reward_model.enable:
-            reward_model = RewardModelGroup(pool_of["reward_model"], config.reward.reward_model)
-        reward = RewardGroup(
-            config.reward,
-            tokenizer.tokenizer,
-            tokenizer.eos_token_ids,
-            max_response_length=config.data.max_response_length,
-            functions=functions,
-            model=reward_model,
-        )
+        groups = _worker_groups(parts, pools, functions)
 
         def save_beside(aside: str) -> None:
             pools.save_rng(aside)
@@ -307,7 +284,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
 
         trainer = RayPPOTrainer(
             config,
-            groups=WorkerGroups(actor_rollout=actor, reward=reward, reference=reference, critic=critic),
+            groups=groups,
             train_set=parts.train_set,
             val_set=parts.val_set,
             pad_token_id=tokenizer.pad_token_id,
@@ -326,7 +303,7 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             ),
             save_beside=save_beside,
             memory=pools.memory,
-            mfu=actor.mfu,
+            mfu=groups.actor_rollout.mfu,
             should_stop=lambda: parts.signals.received is not None,
         )
         if checkpoint is not None:
@@ -341,6 +318,41 @@ def _train(parts: RunParts, trackers: Trackers) -> bool:
             functions.shutdown()
         if started_ray:
             ray.shutdown()
+
+
+def _worker_groups(parts: RunParts, pools: "Pools", functions: "RewardFunctions | None") -> "WorkerGroups":
+    """The roles of the run, built one after another in their pools' processes."""
+    from trainer.ppo.ray_trainer import WorkerGroups
+    from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
+    from workers.reward.group import RewardGroup
+    from workers.reward.model_group import RewardModelGroup
+
+    config, tokenizer = parts.config, parts.tokenizer
+    roles, reference, critic, reward_model = config.actor_rollout_ref, None, None, None
+    pool_of = {role: pools[name] for role, name in role_pools(config).items()}
+    policy, first_policy = _policies(parts)
+    actor = ActorRolloutGroup(pool_of["actor"], roles, policy, rollout_pool=pool_of["rollout"])
+    if config.uses_reference:
+        reference = ReferenceGroup(pool_of["ref"], roles, first_policy)
+    if config.uses_critic:
+        critic = CriticGroup(
+            pool_of["critic"],
+            config.critic,
+            _critic_path(parts),
+            seed=config.data.seed,
+            max_response_length=config.data.max_response_length,
+        )
+    if config.reward.reward_model.enable:
+        reward_model = RewardModelGroup(pool_of["reward_model"], config.reward.reward_model)
+    reward = RewardGroup(
+        config.reward,
+        tokenizer.tokenizer,
+        tokenizer.eos_token_ids,
+        max_response_length=config.data.max_response_length,
+        functions=functions,
+        model=reward_model,
+    )
+    return WorkerGroups(actor_rollout=actor, reward=reward, reference=reference, critic=critic)
 
 
 def _policies(parts: RunParts) -> tuple[PolicySpec, PolicySpec]:

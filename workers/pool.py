@@ -7,6 +7,7 @@ processes and process group. On CPU a device is a process with a share of its no
 import faulthandler
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -101,8 +102,6 @@ class DeviceProcess:
 
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: of the process, and of the GPU where there is one."""
-        import resource
-
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         figures = {"cpu_memory_used_gb": peak_kib / 2**20}
         if self.spec.device == "cuda":
