@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.ppo.core_algos import LOG_RATIO_BOUND, PolicyLossTerms, kl_penalty, masked_mean, masked_sum
 
-Sums = dict[str, Tensor]  # scalars that add up over pieces and ranks
+Sums = dict[str, Tensor]  # scalars, shares or sums, that add up over pieces and ranks
 Metrics = dict[str, float]
 
 SUM_PREFIX = "sum/"  # of a sum that `finish` turns into a metric

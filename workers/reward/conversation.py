@@ -59,7 +59,7 @@ class ConversationTokenizer:
         self.max_length: int | None = config.max_length or positions
         if config.max_length and positions and config.max_length > positions:
             raise ConfigError(
-                f"reward.reward_model.max_length={config.max_length}: {config.model_path} has {positions} positions"
+                f"reward.reward_model.max_length={config.max_length}: {config.model_path} has {positions} positions; set at most that"
             )
 
     def encode(self, prompt: Prompt, response: str, where: str) -> list[int]:

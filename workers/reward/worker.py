@@ -75,7 +75,7 @@ class RewardWorker:
 
         A row's time runs from when its call starts: the calls of an `async def` function overlap.
         """
-        with contextlib.suppress(OSError):  # a dead child is told by the answer
+        with contextlib.suppress(OSError):  # `_answer` says that the child is dead
             self.pipe.send([rows[index] for index in todo])
         limit, limit_text = self.timeout_s, f"reward.timeout_s={self.timeout_s:g} s"
         if self.spec.batched:
