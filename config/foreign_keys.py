@@ -70,7 +70,9 @@ WHAT_TO_DO: dict[str, tuple[str, ...]] = {
     "FSDP2 is the one strategy; drop it": ("*.strategy", "*.megatron"),
     "all devices form one sharding group; drop it": ("*.fsdp_size",),
     "each decoder layer is sharded by itself; drop it": ("*.wrap_policy",),
-    "padding never enters a model here; drop it": ("*.use_remove_padding",),
+    "a micro-batch is padded to its longest row alone, and holds rows of like length; drop it": (
+        "*.use_remove_padding",
+    ),
     "models and data are read where they lie; drop it": ("*.use_shm",),
     "no code is imported by configuration but reward functions; drop it": ("*.external_lib", "*._target_"),
     "a model's folder has its config; to change fields use actor_rollout_ref.model.override_config": (

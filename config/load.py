@@ -80,7 +80,7 @@ def compose_values(
         start, other = initialize_config_dir(str(folders[1]), version_base="1.3"), "pkg://config"
     else:
         start, other = initialize_config_module("config", version_base="1.3"), f"file://{folders[-1]}"
-    search = [f"hydra.searchpath=[{_quoted(other)}]"] if config_dir else []
+    search = [f"hydra.searchpath=[{quoted(other)}]"] if config_dir else []
     try:
         with start:
             composed = compose(config_name, overrides=[*search, *_for_hydra(overrides, folders)])
@@ -103,9 +103,9 @@ def _folder_faults(folders: Sequence[Path]) -> Iterator[Fault]:
                         yield Fault("--config-dir", path, "has the name of a file of Governor's: rename it")
 
 
-def _quoted(text: str) -> str:
-    """A text as a value of Hydra's override grammar, whatever it holds."""
-    return "'" + text.replace("'", "\\'") + "'"
+def quoted(text: str) -> str:
+    """A text as a value of Hydra's override grammar, whatever it holds; `${` keeps its meaning."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda part: part[1] * 2 + ("\\'" if part[2] else ""), text) + "'"
 
 
 def _for_hydra(overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[str]:
@@ -412,9 +412,12 @@ def to_plain(config: GovernorConfig) -> dict[str, Any]:
 
 def to_yaml(config: GovernorConfig) -> str:
     """The configuration as YAML that loads back equal: what reads as an interpolation is escaped."""
-    escape = re.compile(r"(\\*)\$\{")
-    plain = _map_texts(to_plain(config), lambda text: escape.sub(lambda match: match[1] * 2 + "\\${", text))
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
+    return OmegaConf.to_yaml(OmegaConf.create(_map_texts(to_plain(config), _escaped)))
+
+
+def _escaped(text: str) -> str:
+    """The text for OmegaConf, to which `${` begins an interpolation."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
 
 
 def overrides_of(values: dict[str, Any]) -> list[str]:
@@ -436,7 +439,7 @@ def overrides_of(values: dict[str, Any]) -> list[str]:
 
 def _override(key: str, value: Any) -> str:
     if isinstance(value, str):
-        return f"{key}={_quoted(value)}"
+        return f"{key}={quoted(_escaped(value))}"
     return f"{key}={json.dumps(value)}" if not isinstance(value, float) or math.isfinite(value) else f"{key}={value}"
 
 

@@ -36,7 +36,7 @@ def check_rules(config: GovernorConfig) -> list[Fault]:
         *sampling_rules(config),
         *correction_rules(config),
         *engine_rules(config),
-        *_limiter_rules(config),
+        *_training_rules(config),
         *reward_rules(config),
         *_run_rules(config),
         *_secret_rules(config),
@@ -218,7 +218,8 @@ def _lora_rules(config: GovernorConfig) -> Iterator[Fault]:
             )
 
 
-def _limiter_rules(config: GovernorConfig) -> Iterator[Fault]:
+def _training_rules(config: GovernorConfig) -> Iterator[Fault]:
+    """Rules of the KL controller, the critic's warm-up and the optimizers."""
     algorithm = config.algorithm
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and rows >= 5 * algorithm.kl_ctrl.horizon:

@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from config.faults import Fault, shown
-from config.load import CONFIG_DIR, ConfigFaults, check_override_keys
+from config.load import CONFIG_DIR, ConfigFaults, check_override_keys, quoted
 from config.rules import NAME_PATTERN
 
 SEED_KEY, NAME_KEY, FOLDER_KEY = "data.seed", "trainer.experiment_name", "trainer.default_local_dir"
@@ -101,7 +101,7 @@ def safe_name(text: str, *, signs: str = "._=,+-", max_length: int = MAX_NAME_LE
 
 def quoted_override(key: str, text: str) -> str:
     """`key='text'` in Hydra's grammar, whatever stands in the text; `${` keeps its meaning."""
-    return f"{key}='" + re.sub(r"(\\*)('|$)", lambda part: part[1] * 2 + ("\\'" if part[2] else ""), text) + "'"
+    return f"{key}={quoted(text)}"
 
 
 def grid_of(overrides: Sequence[str]) -> list[tuple[str, ...]]:

@@ -1,12 +1,15 @@
 """The one container that goes through a step.
 
-Axes: B rows (responses), P prompt tokens (left-padded), R response tokens (right-padded). Padding columns exist on the
-wire only; the engines remove them.
+Axes: B rows (responses), P prompt tokens (left-padded), R response tokens (right-padded). These padding columns
+exist on the wire only: `workers.engine.pieces` says what an engine makes of them.
 """
 
 import numpy as np
+import torch
 from tensordict import NonTensorStack, TensorClass
 from torch import Tensor
+
+from trainer.errors import DivergedError
 
 # Which stage of a step fills a field, for the message of a stage that finds it missing.
 PRODUCERS = {
@@ -17,12 +20,12 @@ PRODUCERS = {
     "loss_mask": "stage 2 (generate)",
     "rollout_log_probs": "stage 2 (generate)",
     "token_level_scores": "stage 3 (reward)",
-    "rollout_is_weights": "stage 8, only with algorithm.rollout_correction.rollout_is",
     "old_log_probs": "stage 4 (old log-probabilities)",
     "entropys": "stage 4 (old log-probabilities)",
     "ref_log_prob": "stage 5 (reference), which runs only if a KL is on",
     "values": "stage 6 (critic), which runs only with algorithm.adv_estimator=gae",
     "token_level_rewards": "stage 7 (KL in the reward)",
+    "rollout_is_weights": "stage 8 (advantages), only with algorithm.rollout_correction.rollout_is",
     "advantages": "stage 8 (advantages)",
     "returns": "stage 8 (advantages)",
     "kl_advantages": "stage 8 (advantages), only with algorithm.use_kl_in_reward",
@@ -73,6 +76,21 @@ def require(batch: PPOBatch, *fields: str) -> tuple[Tensor, ...]:
         if value is None:
             raise ValueError(f"batch has no {name!r}: it is filled by {PRODUCERS.get(name, 'an earlier stage')}")
     return values
+
+
+def require_finite(batch: PPOBatch, values: Tensor, mask: Tensor, *, what: str) -> None:
+    """Check values [B, R] of the batch's rows under a mask.
+
+    Raises:
+        DivergedError: one is NaN or infinite; names the row's prompt.
+    """
+    bad = mask.bool() & ~torch.isfinite(values)
+    if bool(bad.any()):
+        row, token = (int(i) for i in bad.nonzero()[0])
+        raise DivergedError(
+            f"{what} is {float(values[row, token])} at token {token} of a response to prompt {batch.uid[row]} "
+            f"(data row {batch.extras[row]['prompt_index'] + 1})"
+        )
 
 
 def real_lengths(batch: PPOBatch) -> np.ndarray:

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, usage=f"governor {name} [options] [key=value …]")
         command.set_defaults(run=run)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
-        command.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file besides ppo_trainer")
+        command.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file in place of ppo_trainer")
         command.add_argument(
             "--config-dir", "-cd", help="a folder with files of your own, such as experiment/mine.yaml"
         )
@@ -140,7 +140,7 @@ def _add_submit(commands: Any) -> None:
     submit.set_defaults(run=_submit)
     submit.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
     submit.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)  # refused with a way out
-    submit.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file besides ppo_trainer")
+    submit.add_argument("--config-name", "-cn", default="ppo_trainer", help="a main file in place of ppo_trainer")
     submit.add_argument("--config-dir", "-cd", help="a folder with files of your own, inside the working directory")
     submit.add_argument("--address", help="the cluster's dashboard, http://HEAD:8265; default: RAY_API_SERVER_ADDRESS")
     submit.add_argument(

@@ -2,7 +2,7 @@
 
 Runs of one configuration, `data.seed` and names apart, are a group. A group's figure is the mean over its seeds, with a
 95 % interval where there are at least three; nothing is called better while the intervals overlap. A run that failed or
-was cut counts with what it has, is marked, and is told of.
+was cut counts with what it has, and is marked.
 """
 
 import json

@@ -44,7 +44,7 @@ class Display:
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
         self.num_steps = num_steps
         self.config: Mapping[str, Any] = {}  # full keys; the limiters' verdicts read it
-        self.lines = console
+        self.shows_steps = console
         self.progress: Progress | None = None
         self.live: Live | None = None
         self.recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
@@ -62,7 +62,7 @@ class Display:
 
     def start(self, step: int) -> None:
         """Begin to show progress and the limiter panel, on a terminal."""
-        if self.out.is_terminal and self.lines:
+        if self.out.is_terminal and self.shows_steps:
             self.progress = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -83,7 +83,7 @@ class Display:
             room = max((self.out.width - 50) // 14, 1)  # figures that fit beside the bar
             self.progress.update(self.progress.task_ids[0], completed=step, line="  ".join(figures[:room]))
             self.live.update(Group(self.limiter_panel(), self.progress))
-        elif self.lines and "critic/score/mean" in metrics:
+        elif self.shows_steps and "critic/score/mean" in metrics:
             self.out.print(f"step {step}/{self.num_steps}  {'  '.join(figures)}", markup=False)
         core = {
             name.removeprefix("val-core/"): value for name, value in metrics.items() if name.startswith("val-core/")

@@ -1,4 +1,4 @@
-"""Errors that end a run, each with the exit code of DESIGN section 9.
+"""Errors that end a run, each with its exit code.
 
 An error of this kind is for the user: its text holds the full key or file, the value, the rule and the way out, and
 the CLI prints it without a traceback. Everything else is a fault of this code and rises with its traceback.
@@ -56,4 +56,6 @@ class RewardError(GovernorError):
     exit_code = 8
 
 
-EXIT_CODES = {error.exit_code: error.__name__ for error in GovernorError.__subclasses__()}
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -2,28 +2,20 @@
 
 import signal
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from config.load import flatten, to_plain
-from config.pools import pools_of, role_pools
-from config.schema import GovernorConfig, RewardConfig
+from config.schema import GovernorConfig
 from trainer.checkpoint import CheckpointStore
 from trainer.display import Display
 from trainer.errors import GovernorError
 from trainer.plan import adapter_line, batch_plan
-from trainer.prepare import RunParts, prepare, whole_path
+from trainer.prepare import RunParts, prepare
 from trainer.ray_job import check_folders
 from trainer.record import FileRecord
 from trainer.run_dir import RunDir, last_step
 from trainer.signals import StopSignals
 from trainer.tracking import Trackers
-from workers.engine.models import AdapterSpec, PolicySpec
-
-if TYPE_CHECKING:
-    from workers.pool import Pools
 
 
 def run(config: GovernorConfig) -> int:
@@ -98,14 +90,13 @@ def _train(parts: RunParts, signals: StopSignals, trackers: Trackers) -> bool:
     """Start Ray and the workers, and run the steps that are left; False if a signal stopped them."""
     import ray
 
-    from trainer.ppo.ray_trainer import RayPPOTrainer, WorkerGroups
+    from trainer.ppo.ray_trainer import RayPPOTrainer
     from trainer.ray_session import start_ray
-    from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup
-    from workers.reward.group import RewardFunctions, RewardGroup
+    from trainer.roles import open_pools, worker_groups
+    from workers.reward.group import RewardFunctions
     from workers.reward.manager import uses_functions
 
     config, checkpoint, tokenizer = parts.config, parts.checkpoint, parts.tokenizer
-    roles, reference, critic = config.actor_rollout_ref, None, None
     logs = parts.run_dir.root / "logs"
     started_ray = start_ray(config)
     signals.install()
@@ -114,28 +105,7 @@ def _train(parts: RunParts, signals: StopSignals, trackers: Trackers) -> bool:
         if uses_functions(config.reward):
             functions = RewardFunctions(config.reward, parts.data_sources(), log_dir=str(logs))
         pools = open_pools(config, logs)
-        pool_of = {role: pools[name] for role, name in role_pools(config).items()}
-        policy, first_policy = _policies(parts)
-        actor = ActorRolloutGroup(pool_of["actor"], roles, policy, rollout_pool=pool_of["rollout"])
-        if config.uses_reference:
-            reference = ReferenceGroup(pool_of["ref"], roles, first_policy)
-        if config.uses_critic:
-            critic = CriticGroup(
-                pool_of["critic"],
-                config.critic,
-                _critic_path(parts),
-                seed=config.data.seed,
-                max_response_length=config.data.max_response_length,
-            )
-
-        reward = RewardGroup(
-            config.reward,
-            tokenizer.tokenizer,
-            tokenizer.eos_token_ids,
-            max_response_length=config.data.max_response_length,
-            functions=functions,
-            model=make_reward_model(config.reward, pool_of),
-        )
+        groups = worker_groups(parts, pools, functions)
 
         def save_beside(aside: str) -> None:
             pools.save_rng(aside)
@@ -143,7 +113,7 @@ def _train(parts: RunParts, signals: StopSignals, trackers: Trackers) -> bool:
 
         trainer = RayPPOTrainer(
             config,
-            groups=WorkerGroups(actor_rollout=actor, reward=reward, reference=reference, critic=critic),
+            groups=groups,
             train_set=parts.train_set,
             val_set=parts.val_set,
             pad_token_id=tokenizer.pad_token_id,
@@ -162,7 +132,7 @@ def _train(parts: RunParts, signals: StopSignals, trackers: Trackers) -> bool:
             ),
             save_beside=save_beside,
             memory=pools.memory,
-            mfu=actor.mfu,
+            mfu=groups.actor_rollout.mfu,
             should_stop=lambda: signals.received is not None,
         )
         if checkpoint is not None:
@@ -178,59 +148,6 @@ def _train(parts: RunParts, signals: StopSignals, trackers: Trackers) -> bool:
             functions.shutdown()
         if started_ray:
             ray.shutdown()
-
-
-def _policies(parts: RunParts) -> tuple[PolicySpec, PolicySpec]:
-    """The policy that is trained, as it goes on, and the run's first, which is the reference."""
-    tokens = parts.tokenizer
-    first = PolicySpec(path=parts.model_path, eos_token_ids=tokens.eos_token_ids, pad_token_id=tokens.pad_token_id)
-    here = None if parts.checkpoint is None else str(parts.checkpoint.folder / "actor")
-    if parts.adapter is None:
-        return (first if here is None else replace(first, path=here)), first
-    # A fresh adapter changes nothing: without it stands the reference. A trained one is kept as it was at the start.
-    trained = parts.config.actor_rollout_ref.model.lora_adapter_path is not None
-    kept = parts.adapter.path if trained and parts.config.uses_reference else None
-    policy = replace(first, adapter=AdapterSpec(path=here or parts.adapter.path, reference=kept))
-    return policy, policy
-
-
-def _critic_path(parts: RunParts) -> str:
-    """The folder that the critic goes on from, or begins with."""
-    if parts.checkpoint is not None:
-        return str(parts.checkpoint.folder / "critic")
-    path = parts.config.critic.model.path
-    return parts.model_path if path is None else whole_path(path)
-
-
-def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> "Pools":
-    """The processes on devices that the configuration asks for, of the pools of these names or of all; Ray must run."""
-    from workers.placement import PoolSpec
-    from workers.pool import Pools
-
-    trainer, device = config.trainer, _device(config)
-    return Pools(
-        [
-            PoolSpec(
-                name=name,
-                nnodes=pool.nnodes,
-                devices_per_node=pool.n_gpus_per_node,
-                device=device,
-                cpu_threads=trainer.cpu_threads,
-                timeout_s=config.actor_rollout_ref.nccl_timeout,
-                placement_timeout_s=trainer.placement_timeout_s,
-                log_dir=str(log_dir),
-            )
-            for name, pool in pools_of(config).items()
-            if names is None or name in names
-        ]
-    )
-
-
-def make_reward_model(config: RewardConfig, pool_of: Mapping[str, Any]) -> Any:
-    """The reward model's group, where the configuration has one."""
-    from workers.reward.model_group import RewardModelGroup
-
-    return RewardModelGroup(pool_of["reward_model"], config.reward_model) if config.reward_model.enable else None
 
 
 def _write_report(run_dir: RunDir, display: Display) -> None:
@@ -252,14 +169,6 @@ def _make_trackers(config: GovernorConfig, run_dir: RunDir, display: Display) ->
         config=to_plain(config),
         warn=display.notice,
     )
-
-
-def _device(config: GovernorConfig) -> str:
-    import ray
-
-    if config.trainer.device != "auto":
-        return config.trainer.device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
 if __name__ == "__main__":

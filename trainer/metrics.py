@@ -97,7 +97,7 @@ def part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
 
 
 def update_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """A step's figure of each metric of its updates: the mean over those that have it; for some also the last update's; nothing without any."""
+    """A step's figures from those of its updates: the mean over the updates that have one, and for some also the last's."""
     columns: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():

@@ -40,7 +40,7 @@ class RunParts:
         return self.config.trainer.val_only and self.checkpoint is not None
 
     def data_sources(self) -> set[str]:
-        """Of all rows."""
+        """Those of all rows."""
         sets = [self.train_set] if self.val_set is None else [self.train_set, self.val_set]
         return {row.data_source for dataset in sets for row in dataset.rows}
 
@@ -122,11 +122,11 @@ def _model_path(config: GovernorConfig, run_dir: RunDir) -> str:
                 f"{key}={path}: no Hugging Face model there (config.json is missing). Nothing is downloaded at run time: name a "
                 "local folder, for example one made by scripts/prepare_smollm2.py."
             )
-    return whole_path(model.path)
+    return absolute(model.path)
 
 
-def whole_path(path: str) -> str:
-    """A model's folder for the devices' processes, which need not have this one's working directory."""
+def absolute(path: str) -> str:
+    """A folder for the devices' processes, which need not have this one's working directory."""
     return str(Path(path).resolve())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 
 from config.schema import GovernorConfig
-from trainer.errors import ResourceError
+from trainer.errors import ResourceError, first_line
 
 
 def start_ray(config: GovernorConfig) -> bool:
@@ -28,8 +28,7 @@ def start_ray(config: GovernorConfig) -> bool:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
         raise ResourceError(
-            f"Ray at {address} cannot be used: {first}. See RAY_ADDRESS and ray_kwargs.ray_init."
+            f"Ray at {address} cannot be used: {first_line(error)}. See RAY_ADDRESS and ray_kwargs.ray_init."
         ) from error
     return True

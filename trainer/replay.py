@@ -1,7 +1,7 @@
 """`governor replay`: one kept batch, many settings. What would this step have done with another clip, KL or rate?
 
-Each setting starts from the weights, the optimizer and the schedule before the step, and runs stages 7 to 9 of DESIGN
-section 3 on the batch as it was. The first row has the recorded settings and equals what the run logged.
+Each setting starts from the weights, the optimizer and the schedule before the step, and runs stages 7 to 9 of
+`RayPPOTrainer.train_step` on the batch as it was. The first row has the recorded settings and equals what the run logged.
 """
 
 import itertools
@@ -111,10 +111,9 @@ def _missing(saved: SavedBatch, config: GovernorConfig) -> list[str]:
         found.append("needs ref_log_prob, which the batch does not have: the run had no KL on")
     if config.uses_critic and saved.batch.values is None:
         found.append("needs values, which the batch does not have: the run had no critic")
-    key = "bypass_mode"
-    recorded = saved.config["algorithm"].get("rollout_correction", {}).get(key, False)
-    if getattr(config.algorithm.rollout_correction, key) != recorded:
-        found.append(f"algorithm.rollout_correction.{key} decides stage 4, which the kept batch has behind it")
+    recorded = saved.config["algorithm"].get("rollout_correction", {}).get("bypass_mode", False)
+    if config.algorithm.rollout_correction.bypass_mode != recorded:
+        found.append("algorithm.rollout_correction.bypass_mode decides stage 4, which the kept batch has behind it")
     return found
 
 
@@ -150,8 +149,8 @@ class _Updates:
 def _run(saved: SavedBatch, start: Path | None, settings: Sequence[Setting]) -> list[Metrics]:
     import ray
 
-    from trainer.main_ppo import open_pools
     from trainer.ray_session import start_ray
+    from trainer.roles import open_pools
 
     config = settings[0].config
     started = start_ray(config)

@@ -1,4 +1,4 @@
-"""The run directory: what a run writes, whether it may go on there, and its lock. DESIGN section 9 draws it."""
+"""The run directory: what a run writes, whether it may go on there, and its lock. The README draws it."""
 
 import contextlib
 import fcntl
@@ -16,12 +16,13 @@ from config.load import flatten, read_yaml, to_plain, to_yaml
 from config.schema import GovernorConfig
 from trainer.errors import ConfigError, ResourceError
 
+RATE_KEYS = ("*.optim.lr*", "*.optim.min_lr_ratio", "*.optim.num_cycles")
 # Keys that a resumed run may change: they move records, lengths and rates, and no number that is already there.
 SAFE_KEYS = (
-    "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "trainer.*_freq", "trainer.rollout_data_dir",
-    "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*", "trainer.max_ckpt_to_keep",
-    "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", "*.optim.lr*", "*.optim.min_lr_ratio",
-    "*.optim.num_cycles", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
+    "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "trainer.*_freq",
+    "trainer.rollout_data_dir", "trainer.total_epochs", "trainer.total_training_steps", "trainer.val_*",
+    "trainer.max_ckpt_to_keep", "trainer.resume_*", "trainer.placement_timeout_s", "trainer.cpu_threads", *RATE_KEYS,
+    "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.nccl_timeout",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "reward.num_workers", "reward.timeout_s", "ray_kwargs.*", "*.fsdp_config.param_offload", "*.fsdp_config.optimizer_offload",
     "*.model.enable_gradient_checkpointing", "reward.custom_reward_function.max_concurrency",
@@ -90,21 +91,25 @@ class RunDir:
         self.acquire()
         return target
 
+    def changes(self, config: GovernorConfig, *, safe: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+        """The run's value and the new one of each key in which they differ; `safe` and `resume_allow_changes` are left out."""
+        before, now = flatten(read_yaml(self.root / "config.yaml")), flatten(to_plain(config))
+        allowed = (*safe, *config.trainer.resume_allow_changes)
+        return {
+            key: (before.get(key), now.get(key))
+            for key in sorted(set(before) | set(now))
+            if before.get(key) != now.get(key) and not any(fnmatchcase(key, pattern) for pattern in allowed)
+        }
+
     def check_changes(self, config: GovernorConfig) -> None:
         """Compare with the configuration that the run was started with.
 
         Raises:
             ConfigError: a key differs that is not safe to change; lists them, and the ways out.
         """
-        before, now = flatten(read_yaml(self.root / "config.yaml")), flatten(to_plain(config))
-        allowed = (*SAFE_KEYS, *config.trainer.resume_allow_changes)
-        changed = [
-            key
-            for key in sorted(set(before) | set(now))
-            if before.get(key) != now.get(key) and not any(fnmatchcase(key, pattern) for pattern in allowed)
-        ]
+        changed = self.changes(config, safe=SAFE_KEYS)
         if changed:
-            lines = [f"  {key}: the run has {before.get(key)!r}, now {now.get(key)!r}" for key in changed]
+            lines = [f"  {key}: the run has {before!r}, now {now!r}" for key, (before, now) in changed.items()]
             raise ConfigError(
                 "\n".join(
                     [

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.faults import Fault
 from config.load import ConfigFaults, check_values, compose_values, flatten, walk_keys
-from trainer.errors import ConfigError, ResourceError
+from trainer.errors import ConfigError, ResourceError, first_line
 from trainer.ray_job import JobEnd, folder_faults, read_end
 
 if TYPE_CHECKING:
@@ -358,7 +358,7 @@ def _connect(option: str | None) -> tuple[str, "JobSubmissionClient"]:
             if token is None:
                 raise ResourceError(
                     f"{address} wants a token. Put the cluster's into RAY_AUTH_TOKEN or ~/.ray/auth_token; it is not "
-                    f"shown here. Ray says: {str(error).splitlines()[0]}"
+                    f"shown here. Ray says: {first_line(error)}"
                 ) from None
         return address, JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"})
 
@@ -383,7 +383,7 @@ def _requests_to(address: str) -> Iterator[None]:
     try:
         yield
     except AuthenticationError as error:
-        raise ResourceError(f"{address} refuses the token: {str(error).splitlines()[0]}") from None
+        raise ResourceError(f"{address} refuses the token: {first_line(error)}") from None
     except OSError as error:
         raise ResourceError(
             f"No answer from {address}: {error}. Is the dashboard there, as in http://HEAD:8265?"

@@ -17,19 +17,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from config.load import ConfigFaults, flatten, load_config, read_yaml, to_plain
+from config.load import ConfigFaults, load_config, read_yaml
 from config.schema import GovernorConfig
 from config.sweep import FOLDER_KEY, NAME_KEY, SWEEP_FOLDER_KEY, SweepPlan, plan_sweep, quoted_override, safe_name
 from trainer.display import Display
 from trainer.errors import ConfigError, ResourceError
-from trainer.run_dir import SAFE_KEYS, RunDir, last_step
+from trainer.run_dir import RATE_KEYS, SAFE_KEYS, RunDir, last_step
 
-# A run may go on at another learning rate; a member of a sweep that did would be two experiments in one.
-RATES = ("*.optim.lr*", "*.optim.min_lr_ratio", "*.optim.num_cycles")
 SHOWN_ERROR_LINES = 20
 SCORE, SCORE_WINDOW = "critic/score/mean", 10
 POLL_S = 0.5
@@ -241,26 +238,15 @@ def _folder_faults(folder: Path, config: GovernorConfig) -> Iterator[str]:
     run_dir = RunDir(folder)
     if config.trainer.resume_mode == "disable" or not run_dir.has_run():
         return
-    before, now = flatten(read_yaml(folder / "config.yaml")), flatten(to_plain(config))
-    allowed = config.trainer.resume_allow_changes
-    changed = [
-        key
-        for key in sorted(set(before) | set(now))
-        if before.get(key) != now.get(key)
-        and not any(fnmatchcase(key, pattern) for pattern in allowed)
-        and (_matches(key, RATES) or not _matches(key, SAFE_KEYS))
-    ]
+    # A run may go on at another learning rate; a member of a sweep that did would be two experiments in one.
+    changed = run_dir.changes(config, safe=[pattern for pattern in SAFE_KEYS if pattern not in RATE_KEYS])
     if changed:
-        shown = ", ".join(f"{key}: it has {before.get(key)!r}, now {now.get(key)!r}" for key in changed)
+        shown = ", ".join(f"{key}: it has {before!r}, now {now!r}" for key, (before, now) in changed.items())
         yield (
             f"{folder} holds a run with another configuration ({shown}). Ways out: another {SWEEP_FOLDER_KEY}; "
             "trainer.resume_mode=disable, which moves old runs aside and runs every member anew; or "
             f"trainer.resume_allow_changes=[{','.join(changed)}]"
         )
-
-
-def _matches(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _is_finished(job: Job) -> bool:

@@ -3,19 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-
-class Tracker(Protocol):
-    """What a tracker must do."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take a step's metrics."""
-        ...
-
-    def close(self) -> None:
-        """Write what is pending."""
-        ...
+from typing import Any
 
 
 class WandbTracker:

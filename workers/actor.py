@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from config.schema import ActorRolloutRefConfig, FSDPConfig, OptimConfig
-from trainer.batch import PPOBatch, require
-from trainer.errors import DivergedError
+from trainer.batch import PPOBatch, require, require_finite
 from trainer.ppo.core_algos import LossCounts
 from trainer.ppo.limiters import LimiterProbe
 from workers.engine.flops import ModelSize, model_size, peak_flops
@@ -76,20 +75,6 @@ def score_tokens(
     return out
 
 
-def require_finite(values: Tensor, mask: Tensor, batch: PPOBatch, what: str) -> None:
-    """Check values [b, R] under a mask.
-
-    Raises:
-        DivergedError: one is NaN or infinite; the message names the row's prompt.
-    """
-    bad = mask.bool() & ~torch.isfinite(values)
-    if bool(bad.any()):
-        row, token = (int(i) for i in bad.nonzero()[0])
-        raise DivergedError(
-            f"{what} is {float(values[row, token])} at token {token} of a response to prompt {batch.uid[row]}"
-        )
-
-
 class Actor:
     """One rank of the actor role."""
 
@@ -136,7 +121,7 @@ class Actor:
         rows = piece.batch
         old_log_probs, advantages, loss_mask = require(rows, "old_log_probs", "advantages", "loss_mask")
         log_prob = piece.widen(output.log_prob)
-        require_finite(log_prob.detach(), loss_mask, rows, "the policy's log-probability")
+        require_finite(rows, log_prob.detach(), loss_mask, what="the policy's log-probability")
         return ppo_loss(
             log_prob=log_prob,
             entropy=None if output.entropy is None else piece.widen(output.entropy),

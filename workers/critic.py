@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from config.schema import CriticConfig
-from trainer.batch import PPOBatch, require
-from workers.actor import LocalUpdate, require_finite
+from trainer.batch import PPOBatch, require, require_finite
+from workers.actor import LocalUpdate
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import ValueModel, master_dtype
 from workers.engine.pieces import make_piece
@@ -65,7 +65,7 @@ class Critic:
             rows = piece.batch
             values, returns, mask = require(rows, "values", "returns", "response_mask")
             vpreds = piece.widen(self.engine.module(piece.input_ids, piece.positions))
-            require_finite(vpreds.detach(), mask, rows, "the critic's value")
+            require_finite(rows, vpreds.detach(), mask, what="the critic's value")
             yield value_loss(
                 vpreds=vpreds,
                 values=values,

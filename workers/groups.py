@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.schema import ActorRolloutRefConfig, CriticConfig
+from config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
 from trainer.batch import PPOBatch, real_lengths, require
 from trainer.errors import CheckpointError, WorkerLostError
 from trainer.ppo.limiters import finish
@@ -90,34 +90,12 @@ class ActorRolloutGroup:
 
     def compute_log_prob(self, batch: PPOBatch) -> PPOBatch:
         """Fill `old_log_probs` and `entropys`."""
-        rollout = self.config.rollout
-        bound = micro_batching(
-            dynamic=rollout.log_prob_use_dynamic_bsz,
-            max_rows=rollout.log_prob_micro_batch_size_per_gpu,
-            max_tokens=rollout.log_prob_max_token_len_per_gpu,
-        )
-        return _score(self.pool, self.NAME, "compute_log_prob", batch, bound)
+        return _score(self.pool, self.NAME, "compute_log_prob", batch, _log_prob_bound(self.config.rollout))
 
     def update_actor(self, batch: PPOBatch, context: UpdateContext) -> list[UpdateMetrics]:
         """Update the policy; the metrics of each update, in order."""
         mask, *_ = require(batch, "loss_mask", "responses", "old_log_probs", "advantages")
-        actor = self.config.actor
-        bound = micro_batching(
-            dynamic=actor.use_dynamic_bsz,
-            max_rows=actor.ppo_micro_batch_size_per_gpu,
-            max_tokens=actor.ppo_max_token_len_per_gpu,
-        )
-        updates = plan_updates(
-            uid=batch.uid,
-            lengths=real_lengths(batch),
-            mask=mask.numpy(),
-            mini_batch_prompts=actor.ppo_mini_batch_size,
-            epochs=actor.ppo_epochs,
-            seed=context.seed,
-            step=context.step,
-            num_ranks=self.pool.size,
-            bound=bound,
-        )
+        updates = _plan(batch, mask, self.config.actor, context, num_ranks=self.pool.size)
         return _run_updates(self.pool, self.NAME, batch, updates, context.lr, "actor/grad_norm")
 
     def mfu(self, batch: PPOBatch, seconds: float) -> dict[str, float]:
@@ -185,13 +163,7 @@ class ReferenceGroup:
 
     def compute_ref_log_prob(self, batch: PPOBatch) -> PPOBatch:
         """Fill `ref_log_prob`."""
-        ref = self.config.ref
-        bound = micro_batching(
-            dynamic=ref.log_prob_use_dynamic_bsz,
-            max_rows=ref.log_prob_micro_batch_size_per_gpu,
-            max_tokens=ref.log_prob_max_token_len_per_gpu,
-        )
-        return _score(self.pool, self.role, "compute_ref_log_prob", batch, bound)
+        return _score(self.pool, self.role, "compute_ref_log_prob", batch, _log_prob_bound(self.config.ref))
 
 
 class CriticGroup:
@@ -204,31 +176,16 @@ class CriticGroup:
     ) -> None:
         self.pool = pool
         self.config = config
-        self.bound = micro_batching(
-            dynamic=config.use_dynamic_bsz,
-            max_rows=config.ppo_micro_batch_size_per_gpu,
-            max_tokens=config.ppo_max_token_len_per_gpu,
-        )
         pool.build(self.NAME, Critic, config, path, seed, max_response_length)
 
     def compute_values(self, batch: PPOBatch) -> PPOBatch:
         """Fill `values`."""
-        return _score(self.pool, self.NAME, "compute_values", batch, self.bound)
+        return _score(self.pool, self.NAME, "compute_values", batch, _update_bound(self.config))
 
     def update_critic(self, batch: PPOBatch, context: UpdateContext) -> list[UpdateMetrics]:
         """Update the value model; the metrics of each update, in order."""
         mask, *_ = require(batch, "response_mask", "responses", "values", "returns")
-        updates = plan_updates(
-            uid=batch.uid,
-            lengths=real_lengths(batch),
-            mask=mask.numpy(),
-            mini_batch_prompts=self.config.ppo_mini_batch_size,
-            epochs=self.config.ppo_epochs,
-            seed=context.seed,
-            step=context.step,
-            num_ranks=self.pool.size,
-            bound=self.bound,
-        )
+        updates = _plan(batch, mask, self.config, context, num_ranks=self.pool.size)
         return _run_updates(self.pool, self.NAME, batch, updates, context.lr, "critic/grad_norm")
 
     def save(self, folder: str) -> None:
@@ -255,6 +212,39 @@ def _save(pool: ResourcePool, role: str, folder: str, saved_as: str) -> None:
 
 
 # --- dealing out and putting together --------------------------------------------------------------------------------
+
+
+def _log_prob_bound(config: RolloutConfig | RefConfig) -> MicroBatching:
+    return micro_batching(
+        dynamic=config.log_prob_use_dynamic_bsz,
+        max_rows=config.log_prob_micro_batch_size_per_gpu,
+        max_tokens=config.log_prob_max_token_len_per_gpu,
+    )
+
+
+def _update_bound(config: ActorConfig | CriticConfig) -> MicroBatching:
+    return micro_batching(
+        dynamic=config.use_dynamic_bsz,
+        max_rows=config.ppo_micro_batch_size_per_gpu,
+        max_tokens=config.ppo_max_token_len_per_gpu,
+    )
+
+
+def _plan(
+    batch: PPOBatch, mask: Tensor, config: ActorConfig | CriticConfig, context: UpdateContext, *, num_ranks: int
+) -> list[Update]:
+    """The updates of a step on the tokens of the mask."""
+    return plan_updates(
+        uid=batch.uid,
+        lengths=real_lengths(batch),
+        mask=mask.numpy(),
+        mini_batch_prompts=config.ppo_mini_batch_size,
+        epochs=config.ppo_epochs,
+        seed=context.seed,
+        step=context.step,
+        num_ranks=num_ranks,
+        bound=_update_bound(config),
+    )
 
 
 def _take(batch: PPOBatch, rows: Rows) -> PPOBatch:

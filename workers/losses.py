@@ -21,9 +21,7 @@ from trainer.ppo.core_algos import (
     kl_penalty,
     masked_sum,
 )
-from trainer.ppo.limiters import LimiterProbe, LossTerms, measure
-
-Metrics = dict[str, Tensor]  # scalars; shares that add up over pieces and ranks
+from trainer.ppo.limiters import LimiterProbe, LossTerms, Sums, measure
 
 
 @dataclass(slots=True)
@@ -31,7 +29,7 @@ class LossShare:
     """This piece's share of a loss and of its metrics."""
 
     loss: Tensor  # scalar, to be differentiated
-    metrics: Metrics
+    metrics: Sums
 
 
 def ppo_loss(

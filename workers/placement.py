@@ -35,7 +35,7 @@ class PoolSpec:
 
     @property
     def prefix(self) -> str:
-        """Of names of files that each pool has; none for the pool that every run has."""
+        """What names of the pool's files begin with; nothing for the pool that every run has."""
         return "" if self.name == GLOBAL_POOL else f"{self.name}_"
 
 

@@ -7,6 +7,7 @@ processes and process group. On CPU a device is a process with a share of its no
 import faulthandler
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerC
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.errors import GovernorError, WorkerLostError
+from trainer.errors import GovernorError, WorkerLostError, first_line
 from workers.placement import Placement, PoolSpec, place, remove
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,6 @@ class DeviceProcess:
 
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: of the process, and of the GPU where there is one."""
-        import resource
-
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         figures = {"cpu_memory_used_gb": peak_kib / 2**20}
         if self.spec.device == "cuda":
@@ -255,5 +254,4 @@ def get(reference: Any, what: str) -> Any:
             raise type(error.cause)(str(error.cause)) from None
         raise
     except (RayActorError, WorkerCrashedError, GetTimeoutError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise WorkerLostError(f"a worker process was lost during {what}: {first}") from error
+        raise WorkerLostError(f"a worker process was lost during {what}: {first_line(error)}") from error

@@ -1,7 +1,7 @@
 """No key is accepted and ignored: for each field of the schema there is code in `trainer/`, `workers/` or `config/pools.py` that reads it.
 
 The readers are found in the sources' syntax trees by following names from their annotations (`config: ActorConfig`)
-through assignments, loops and `self`. Code that reads a group's fields without naming them is listed in `SPREADS`.
+through assignments, loops and `self`.
 """
 
 import ast
@@ -22,8 +22,6 @@ CLASSES: dict[str, type] = {
 }
 # Fields whose value acts through the interpolation of others.
 INTERPOLATED = {("ActorConfig", "clip_ratio"): ("config/actor/default.yaml", "clip_ratio_low: ${.clip_ratio}")}
-# File, source text, and the group all of whose fields it passes on.
-SPREADS = [("trainer/ppo/ray_trainer.py", "get_kl_controller(**_fields(config.algorithm.kl_ctrl))", "KLCtrlConfig")]
 
 Read = tuple[str, str]  # class and field
 Names = dict[str, set[str]]  # variable, and the classes of the schema that it may hold or contain
@@ -137,8 +135,6 @@ def reads() -> set[Read]:
     paths = [path for folder in ("trainer", "workers") for path in (ROOT / folder).rglob("*.py")]
     for path in [*paths, ROOT / "config/pools.py"]:
         found |= reads_of(path.read_text(encoding="utf-8"))
-    for _, _, cls in SPREADS:
-        found |= {(cls, name) for name in fields_of(cls)}
     return found
 
 
@@ -149,7 +145,7 @@ def is_single_choice(read: Read) -> bool:
 
 
 @pytest.mark.parametrize("read", sorted(set(all_fields())), ids="{0[0]}.{0[1]}".format)
-def test_field_is_read(reads: set[Read], read: Read) -> None:
+def test_every_field_of_the_schema_is_read(reads: set[Read], read: Read) -> None:
     assert read in reads or read in INTERPOLATED or is_single_choice(read)
 
 
@@ -162,11 +158,6 @@ def test_the_listed_interpolations_are_still_there_and_needed(reads: set[Read], 
 
 def test_every_group_of_the_schema_is_walked() -> None:
     assert {cls for cls, _ in all_fields()} == set(CLASSES)
-
-
-@pytest.mark.parametrize(("file", "text", "cls"), SPREADS)
-def test_the_listed_spreads_are_still_there(file: str, text: str, cls: str) -> None:
-    assert text in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_readers_are_found_through_names_and_loops_and_self() -> None:

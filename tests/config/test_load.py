@@ -51,18 +51,16 @@ PLACES = [
 ]
 # Keys without a comment of their own, with the reason.
 UNCOMMENTED = {
-    ("model/default.yaml", "random_init.hidden_size"): "a name of Hugging Face's configs, as the next four",
-    ("model/default.yaml", "random_init.intermediate_size"): "see hidden_size",
-    ("model/default.yaml", "random_init.num_hidden_layers"): "see hidden_size",
-    ("model/default.yaml", "random_init.num_attention_heads"): "see hidden_size",
-    ("model/default.yaml", "random_init.num_key_value_heads"): "see hidden_size",
+    ("model/default.yaml", "random_init.intermediate_size"): "explained with hidden_size",
+    ("model/default.yaml", "random_init.num_hidden_layers"): "explained with hidden_size",
+    ("model/default.yaml", "random_init.num_attention_heads"): "explained with hidden_size",
+    ("model/default.yaml", "random_init.num_key_value_heads"): "explained with hidden_size",
     ("critic/default.yaml", "optim.lr"): "explained in optim/adamw.yaml",
     ("critic/default.yaml", "fsdp_config.dtype"): "explained in engine/fsdp.yaml",
     ("ref/default.yaml", "fsdp_config.dtype"): "explained in engine/fsdp.yaml",
     ("rollout/default.yaml", "response_length"): "explained with prompt_length",
-    ("rollout/default.yaml", "val_kwargs.top_k"): "explained above, in the same file",
-    ("rollout/default.yaml", "val_kwargs.top_p"): "explained above, in the same file",
-    ("rollout/default.yaml", "val_kwargs.min_p"): "explained above, in the same file",
+    ("rollout/default.yaml", "val_kwargs.top_p"): "explained with val_kwargs.top_k",
+    ("rollout/default.yaml", "val_kwargs.min_p"): "explained with val_kwargs.top_k",
     ("ppo_trainer.yaml", "hydra.output_subdir"): "Hydra's, not a user's",
     ("ppo_trainer.yaml", "hydra.run.dir"): "Hydra's, not a user's",
 }
@@ -500,6 +498,13 @@ def test_a_pool_is_given_key_by_key_or_as_a_mapping_and_survives_the_way_through
     config = load_config([*pools, "trainer.role_pools.critic=a"])
     assert config.trainer.resource_pools == {"a": PoolConfig(nnodes=1, n_gpus_per_node=2)}
     assert load_config(overrides_of(to_plain(config))) == config
+
+
+@pytest.mark.parametrize("template", ["it's", "ends in \\", "a\\'b\n", "${cost} is \\${cost}", "{{ x }}\\\n"])
+def test_any_text_survives_the_way_through_overrides(template: str) -> None:
+    plain = to_plain(load_config())
+    plain["actor_rollout_ref"]["model"]["custom_chat_template"] = template
+    assert to_plain(load_config(overrides_of(plain))) == plain
 
 
 def test_what_is_wrong_inside_a_pool_is_told_with_its_full_key() -> None:

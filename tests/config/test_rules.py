@@ -471,7 +471,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule(name: str) -> None:
+def test_a_broken_rule_is_told_with_key_and_value_and_its_neighbour_is_legal(name: str) -> None:
     changes, message, beside = CASES[name]
     assert fault_of(changes).startswith(message)
     check(beside)
@@ -686,7 +686,7 @@ NOTICES = {
 
 
 @pytest.mark.parametrize("name", NOTICES)
-def test_notice(name: str) -> None:
+def test_an_odd_setting_is_told_and_its_neighbour_is_not(name: str) -> None:
     changes, message, beside = NOTICES[name]
     (notice,) = notices(check(changes))
     assert notice.startswith(message)

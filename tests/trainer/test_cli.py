@@ -106,7 +106,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_nothing_starts_ray(results: dict[str, Result], name: str) -> None:
+def test_a_command_that_does_not_train_starts_no_ray(results: dict[str, Result], name: str) -> None:
     assert not results[name].ray_started
 
 

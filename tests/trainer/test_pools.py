@@ -91,7 +91,7 @@ def test_a_run_goes_on_in_the_same_bits_under_another_layout(colocated, tmp_path
 
 
 def test_a_pool_of_two_devices_gives_the_numbers_of_one(colocated, tmp_path):
-    """Sums over two ranks round differently, so the tolerance is DESIGN 5.2's, and a step's responses are the same."""
+    """Sums over two ranks round differently, so there is a tolerance; a step's responses are the same."""
     train(
         tmp_path,
         *pool("aside", "rollout", "critic", devices=2),

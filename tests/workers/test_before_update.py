@@ -1,4 +1,4 @@
-"""DESIGN 5.8: before any update the policy is the old policy and the reference, to the bit at equal widths."""
+"""Before any update the policy is the old policy and the reference, to the bit at equal widths."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -128,7 +128,7 @@ def test_an_update_without_advantages_names_the_stage_that_fills_them(
 def test_a_nan_under_the_mask_ends_the_update_and_names_the_prompt(
     pool: ResourcePool, configure: Callable, spec: PolicySpec, answered: Callable[..., PPOBatch], tmp_path: Path
 ) -> None:
-    """DESIGN 5.1: the error crosses the process as what it is."""
+    """The error crosses the process as what it is."""
     model = AutoModelForCausalLM.from_pretrained(spec.path)
     with torch.no_grad():
         model.model.embed_tokens.weight[:] = float("nan")

@@ -194,7 +194,7 @@ def test_the_reference_is_the_start_as_peft_alone_computes_it_and_stays_it(
 
 @pytest.mark.parametrize("name", ["fresh", "trained"])
 def test_one_update_is_the_same_in_one_process_and_two(outcomes: dict, name: str) -> None:
-    """DESIGN 5.2, though a rank of 3 leaves the second process fewer rows of each A."""
+    """Though a rank of 3 leaves the second process fewer rows of each A."""
     for dtype, rel in (("float32", 1e-5), ("float64", 1e-6)):  # metrics are counted in float32
         one, two = outcomes[name, 1].exact[dtype], outcomes[name, 2].exact[dtype]
         assert two.metrics == pytest.approx(one.metrics, rel=rel, abs=1e-7)

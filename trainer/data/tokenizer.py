@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from config.schema import ModelConfig
-from trainer.errors import DataError
+from trainer.errors import DataError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ def load_tokenizer(path: str, config: ModelConfig) -> PolicyTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise DataError(f"actor_rollout_ref.model.{key}={folder}: no tokenizer can be loaded: {first}") from None
+        raise DataError(
+            f"actor_rollout_ref.model.{key}={folder}: no tokenizer can be loaded: {first_line(error)}"
+        ) from None
     if config.custom_chat_template is not None:
         tokenizer.chat_template = config.custom_chat_template
     eos_token_ids = sorted({*_generation_eos(path), *_ids(tokenizer.eos_token_id)})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.ppo.core_algos import LOG_RATIO_BOUND, PolicyLossTerms, kl_penalty, masked_mean, masked_sum
 
-Sums = dict[str, Tensor]  # scalars that add up over pieces and ranks
+Sums = dict[str, Tensor]  # scalars, shares or sums, that add up over pieces and ranks
 Metrics = dict[str, float]
 
 SUM_PREFIX = "sum/"  # of a sum that `finish` turns into a metric
@@ -80,7 +80,7 @@ class ShiftedSoftmax(NamedTuple):
 
 
 def shifted_softmax_(scaled: Tensor) -> ShiftedSoftmax:
-    """Of scaled logits [N, V], which are overwritten."""
+    """The softmax of scaled logits [N, V], which are overwritten."""
     top = scaled.amax(-1, keepdim=True)
     # exp(-1000) is 0 in every precision, and 0 times it is 0; a logit of -inf would make NaN.
     u = scaled.sub_(top).clamp_(min=-1000.0)
@@ -139,7 +139,7 @@ def measure(
     share_of_tokens: Callable[[Tensor], Tensor],
     probe: LimiterProbe,
 ) -> Sums:
-    """This piece's shares and sums of all that is told of the limiters in an update; `finish` makes the metrics.
+    """This piece's shares and sums of what the limiters did; `finish` makes the metrics of them.
 
     `log_prob` carries the gradient of the terms; `aggregate` is the loss's own aggregation of a [B, R] matrix.
     """
@@ -189,7 +189,7 @@ class RatioAndSlope(NamedTuple):
 
 
 def ratio_and_slope(log_ratio: Tensor) -> RatioAndSlope:
-    """Of a log-ratio in nats."""
+    """Both, of a log-ratio in nats."""
     ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     return RatioAndSlope(ratio, torch.where(log_ratio.abs() > LOG_RATIO_BOUND, 0.0, ratio))
 

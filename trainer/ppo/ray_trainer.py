@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from config.pools import all_devices, devices_of
 from config.schema import GovernorConfig, OptimConfig
-from trainer.batch import PPOBatch, require
+from trainer.batch import PPOBatch, require, require_finite
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.dataset import PromptDataset, batch_indexes
-from trainer.errors import DivergedError
 from trainer.metrics import Metrics, Timer, data_metrics, extra_metrics, part_metrics, timing_metrics, update_metrics
 from trainer.ppo.advantages import AdvantageResult, compute_advantages
 from trainer.ppo.core_algos import apply_kl_penalty, get_kl_controller
@@ -59,7 +58,7 @@ class RunRecord(Protocol):
 
 
 class RayPPOTrainer:
-    """Runs the steps of DESIGN section 3: rollout, reward, log-probabilities, KL, advantages, updates, records."""
+    """Runs the steps: rollout, reward, log-probabilities, KL, advantages, updates, records."""
 
     def __init__(
         self,
@@ -88,7 +87,10 @@ class RayPPOTrainer:
         self.memory = memory
         self.mfu = mfu
         self.should_stop = should_stop
-        self.kl_ctrl = get_kl_controller(**_fields(config.algorithm.kl_ctrl))
+        kl_ctrl = config.algorithm.kl_ctrl
+        self.kl_ctrl = get_kl_controller(
+            type=kl_ctrl.type, kl_coef=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon
+        )
         self.mean_kl = 0.0  # of this step's batch to the reference, where the KL is in the reward
         self.step = 0
 
@@ -213,6 +215,16 @@ class RayPPOTrainer:
             params=params, max_tokens=data.max_response_length, seed=data.seed, step=self.step, stream=stream
         )
 
+    def compute_old_log_prob(self, batch: PPOBatch) -> PPOBatch:
+        """Stage 4: `old_log_probs` and `entropys`; in bypass mode the sampler's log-probabilities, and no entropy."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            (rollout_log_probs,) = require(batch, "rollout_log_probs")
+            batch.old_log_probs = rollout_log_probs.clone()
+        else:
+            batch = self.groups.actor_rollout.compute_log_prob(batch)
+        self.require_finite(batch, "old_log_probs")
+        return batch
+
     def apply_kl(self, batch: PPOBatch) -> Metrics:
         """Stage 7: `token_level_rewards`, with the KL to the reference taken off if asked; moves the KL controller."""
         (scores,) = require(batch, "token_level_scores")
@@ -234,16 +246,6 @@ class RayPPOTrainer:
         self.kl_ctrl.update(result.mean_kl, result.num_rows)
         self.mean_kl = result.mean_kl
         return {"actor/reward_kl_penalty": result.mean_kl, "actor/reward_kl_penalty_coeff": beta}
-
-    def compute_old_log_prob(self, batch: PPOBatch) -> PPOBatch:
-        """Stage 4: `old_log_probs` and `entropys`; in bypass mode the sampler's log-probabilities, and no entropy."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            (rollout_log_probs,) = require(batch, "rollout_log_probs")
-            batch.old_log_probs = rollout_log_probs.clone()
-        else:
-            batch = self.groups.actor_rollout.compute_log_prob(batch)
-        self.require_finite(batch, "old_log_probs")
-        return batch
 
     def correct_rollout(self, batch: PPOBatch) -> Metrics:
         """Stage 8, before the advantages: `loss_mask` and `rollout_is_weights`, and how far the sampler is from the policy."""
@@ -355,13 +357,7 @@ class RayPPOTrainer:
             DivergedError: a value is NaN or infinite; names field, step and prompt.
         """
         values, mask = require(batch, field, "response_mask")
-        bad = mask & ~torch.isfinite(values)
-        if bool(bad.any()):
-            row, token = (int(i) for i in bad.nonzero()[0])
-            raise DivergedError(
-                f"step {self.step}: {field} is {float(values[row, token])} at token {token} of a response to prompt "
-                f"{batch.uid[row]} (data row {batch.extras[row]['prompt_index'] + 1})"
-            )
+        require_finite(batch, values, mask, what=f"step {self.step}: {field}")
 
     # --- validation --------------------------------------------------------------------------------------------------
 
@@ -429,7 +425,3 @@ class RayPPOTrainer:
 
 def _due(step: int, frequency: int) -> bool:
     return frequency > 0 and step % frequency == 0
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__slots__}

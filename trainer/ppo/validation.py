@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
-from trainer.metrics import is_figure
-
-Metrics = dict[str, float]
+from trainer.metrics import Metrics, is_figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,9 +58,7 @@ class Alarm:
     text: str
 
 
-def limiter_verdicts(
-    lines: Sequence[Line], config: Mapping[str, Any], *, window: int = WINDOW, thresholds: Thresholds = THRESHOLDS
-) -> list[Verdict]:
+def limiter_verdicts(lines: Sequence[Line], config: Mapping[str, Any], *, window: int = WINDOW) -> list[Verdict]:
     """A verdict per limiter over the last `window` lines, always in the order of `LIMITERS`.
 
     Lines are those of `metrics.jsonl` of steps 1 and on; `config` has full keys. Both may be empty.
@@ -70,7 +68,7 @@ def limiter_verdicts(
     without = cannot_act(config)  # k1 in the loss may push hard, but nowhere
     acting = [name for name in LIMITERS if name not in without and not _is_off(name, config)]
     strongest = max(acting, key=lambda name: forces[name] or 0.0, default=None)
-    return [_verdict(name, recent, config, forces[name], name == strongest, thresholds) for name in LIMITERS]
+    return [_verdict(name, recent, config, forces[name], name == strongest) for name in LIMITERS]
 
 
 def cannot_act(config: Mapping[str, Any]) -> dict[str, str]:
@@ -92,7 +90,7 @@ def cannot_act(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _verdict(
-    name: str, recent: Sequence[Line], config: Mapping[str, Any], force: float | None, strongest: bool, at: Thresholds
+    name: str, recent: Sequence[Line], config: Mapping[str, Any], force: float | None, strongest: bool
 ) -> Verdict:
     reason = cannot_act(config).get(name)
     if reason:
@@ -105,13 +103,13 @@ def _verdict(
     evidence = f"force {force:.3g} of the unclipped push over {steps}"
     if math.isinf(force):
         evidence = f"the reward pushed nothing over {steps}"
-    saturation = _saturation(name, recent, at)
+    saturation = _saturation(name, recent)
     if saturation:
         return Verdict(name, "saturated", f"{saturation}; {evidence}")
-    if force < at.idle_force:
-        return Verdict(name, "idle", f"{evidence}, below {at.idle_force:g}")
-    if strongest and force >= at.governing_force:
-        return Verdict(name, "governing", f"{evidence}, the strongest and from {at.governing_force:g} on")
+    if force < THRESHOLDS.idle_force:
+        return Verdict(name, "idle", f"{evidence}, below {THRESHOLDS.idle_force:g}")
+    if strongest and force >= THRESHOLDS.governing_force:
+        return Verdict(name, "governing", f"{evidence}, the strongest and from {THRESHOLDS.governing_force:g} on")
     return Verdict(name, "working", evidence)
 
 
@@ -126,17 +124,17 @@ def _is_off(name: str, config: Mapping[str, Any]) -> bool:
     return not config.get(key)
 
 
-def _saturation(name: str, recent: Sequence[Line], at: Thresholds) -> str | None:
+def _saturation(name: str, recent: Sequence[Line]) -> str | None:
     """How a limiter has come to the end of what it can do, or None."""
     if name == "clip":
         removed = _mean(recent, "limiter/clip/removed")
-        if removed is not None and removed >= at.saturated_clip_share:
+        if removed is not None and removed >= THRESHOLDS.saturated_clip_share:
             return f"the clip took {removed:.0%} of Σ|A·r| out of the gradient"
     if name == "reward_kl":
         known = [line for line in recent if "limiter/reward_kl/saturated" in line]
         above = [bool(line["limiter/reward_kl/saturated"]) and _over_target(line) > 1 for line in known]
         saturated = sum(above) / len(above) if above else 0.0
-        if saturated >= at.saturated_controller_share:
+        if saturated >= THRESHOLDS.saturated_controller_share:
             over = sum(map(_over_target, known)) / len(known)
             return f"KL {over:.3g} times target_kl, the controller's error at its clamp in {saturated:.0%} of the steps"
     return None
@@ -169,9 +167,7 @@ def _mean(lines: Sequence[Line], name: str) -> float | None:
 # --- alarms ----------------------------------------------------------------------------------------------------------
 
 
-def alarms(
-    lines: Sequence[Line], config: Mapping[str, Any], *, window: int = WINDOW, thresholds: Thresholds = THRESHOLDS
-) -> list[Alarm]:
+def alarms(lines: Sequence[Line], config: Mapping[str, Any], *, window: int = WINDOW) -> list[Alarm]:
     """The known ways to fail, each where it begins: at the first step of a stretch in which its rule holds.
 
     A gap of at most `quiet_steps` does not end a stretch, so that a figure about its threshold rings once.
@@ -181,44 +177,44 @@ def alarms(
     for name, rule in RULES.items():
         held = None  # the last row in which the rule held
         for index, line in enumerate(rows):
-            text = rule(rows[: index + 1], window, thresholds)
+            text = rule(rows[: index + 1], window)
             if text is None:
                 continue
-            if held is None or index - held > thresholds.quiet_steps + 1:
+            if held is None or index - held > THRESHOLDS.quiet_steps + 1:
                 found.append(Alarm(int(line.get("step", index + 1)), name, text))
             held = index
     return sorted(found, key=lambda alarm: alarm.step)
 
 
-def _entropy_collapse(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
+def _entropy_collapse(rows: Sequence[Line], window: int) -> str | None:
     first = next((row["actor/entropy"] for row in rows if "actor/entropy" in row), None)
     now = rows[-1].get("actor/entropy")
-    if first is None or now is None or now > at.collapsed_entropy or now > first / 10:
+    if first is None or now is None or now > THRESHOLDS.collapsed_entropy or now > first / 10:
         return None
     score = rows[-1].get("critic/score/mean")
     told = "" if score is None else f" at a score of {score:.3g}"
     return f"entropy fell from {first:.3g} to {now:.3g} nats{told}; a policy this sure explores no more"
 
 
-def _kl_runaway(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
+def _kl_runaway(rows: Sequence[Line], window: int) -> str | None:
     for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
         now = rows[-1].get(name)
-        if now is None or now <= at.runaway_kl_floor:
+        if now is None or now <= THRESHOLDS.runaway_kl_floor:
             continue
         early = next(islice((row[name] for row in rows[:-1] if name in row), 9, None), None)  # the tenth
-        if early is not None and now > at.runaway_kl * max(early, 1e-6):
+        if early is not None and now > THRESHOLDS.runaway_kl * max(early, 1e-6):
             return f"{name} is {now:.3g} nats per token, {now / max(early, 1e-6):.3g} times that of step 10"
     return None
 
 
-def _ratio_explosion(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
+def _ratio_explosion(rows: Sequence[Line], window: int) -> str | None:
     moved = rows[-1].get("actor/ppo_kl_last")
-    if moved is None or abs(moved) < at.exploded_ppo_kl:
+    if moved is None or abs(moved) < THRESHOLDS.exploded_ppo_kl:
         return None
     return f"the last update of the step is {moved:.3g} nats per token from the policy that sampled"
 
 
-def _length_hacking(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
+def _length_hacking(rows: Sequence[Line], window: int) -> str | None:
     if len(rows) < window:
         return None
     # Means over a quarter of the window at either end: a single step's score is mostly noise.
@@ -229,20 +225,20 @@ def _length_hacking(rows: Sequence[Line], window: int, at: Thresholds) -> str | 
     if old_length is None or length is None or old_score is None or score is None:
         return None
     cut = rows[-1].get("response_length/clip_ratio", 0.0)
-    if length < at.length_growth * old_length or score > old_score:
+    if length < THRESHOLDS.length_growth * old_length or score > old_score:
         return None
     return f"responses grew from {old_length:.3g} to {length:.3g} tokens in {window} steps while the score did not rise ({cut:.0%} cut)"
 
 
-def _dead_groups(rows: Sequence[Line], window: int, at: Thresholds) -> str | None:
-    recent = rows[-at.dead_groups_steps :]
+def _dead_groups(rows: Sequence[Line], window: int) -> str | None:
+    recent = rows[-THRESHOLDS.dead_groups_steps :]
     dead = _mean(recent, "limiter/tokens/zero_advantage")
-    if len(recent) < at.dead_groups_steps or dead is None or dead < at.dead_groups:
+    if len(recent) < THRESHOLDS.dead_groups_steps or dead is None or dead < THRESHOLDS.dead_groups:
         return None
     return f"{dead:.0%} of the loss tokens have advantage 0: their groups' rewards are equal and teach nothing"
 
 
-RULES: dict[str, Callable[[Sequence[Line], int, Thresholds], str | None]] = {
+RULES: dict[str, Callable[[Sequence[Line], int], str | None]] = {
     "entropy collapse": _entropy_collapse,
     "KL runaway": _kl_runaway,
     "ratio explosion": _ratio_explosion,

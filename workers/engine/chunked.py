@@ -81,7 +81,7 @@ class LanguageModelHead:
 
 
 class TokenFigures(NamedTuple):
-    """Of each token; all [n], in float32 at least. None for what was not asked for."""
+    """Figures of each token, all [n], in float32 at least; None for what was not asked for."""
 
     log_prob: Tensor  # nats
     log_sum: Tensor  # log of the sum over the vocabulary of exp(logits / temperature)

@@ -50,7 +50,7 @@ class ModelSize:
 
 
 def model_size(model: Any) -> ModelSize:
-    """Of a Hugging Face causal language model."""
+    """The size of a Hugging Face causal language model."""
     embedding, head = (
         list(part.parameters()) for part in (model.get_input_embeddings(), model.get_output_embeddings())
     )

@@ -1,7 +1,7 @@
 """The engine of a role: a model sharded with FSDP2, its optimizer, and what is saved of both.
 
-The same code runs one process or many, over gloo on CPUs and NCCL on GPUs. Weights, gradients and optimizer state are
-float32 masters; `dtype` is the precision of forward and backward.
+The same code runs one process or many, over gloo on CPUs and NCCL on GPUs. `dtype` is the precision of forward and
+backward; weights, gradients and optimizer state are float32 masters, float64 with float64.
 """
 
 import os

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from config.schema import FSDPConfig, ModelConfig, OptimConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, first_line
 from workers.engine.fsdp import DeviceContext, FSDPEngine, full_value
 from workers.engine.models import AdapterSpec, PolicyModel, weights_fingerprint
 
@@ -203,7 +203,7 @@ class AdapterShape:
         try:
             peft.inject_adapter_in_model(self.peft_config, model, adapter_name=POLICY, low_cpu_mem_usage=True)
         except ValueError as error:
-            raise _wrong_targets(config, linear, str(error).splitlines()[0]) from None
+            raise _wrong_targets(config, linear, first_line(error)) from None
         layers = lora_layers(model)
         for name, layer in layers.items():
             if not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):

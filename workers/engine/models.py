@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from config.schema import FSDPConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, first_line
 from trainer.ppo.core_algos import entropy_from_logits, log_prob_from_logits
 from trainer.ppo.limiters import LogitGeometry, logit_geometry
 from workers.engine.chunked import LanguageModelHead, figures_in_chunks
@@ -56,8 +56,7 @@ def load_model(
             path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: cannot be loaded with {kind.__name__}: {first}") from None
+        raise ConfigError(f"{path}: cannot be loaded with {kind.__name__}: {first_line(error)}") from None
     return model.eval()
 
 
@@ -80,7 +79,7 @@ def attention_of(config: Any) -> str:
 
 
 def master_dtype(config: FSDPConfig) -> torch.dtype:
-    """Of a model's weights, whatever they are computed in."""
+    """The precision of a model's weights, whatever they are computed in."""
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 

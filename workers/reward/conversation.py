@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from config.schema import RewardModelConfig
 from trainer.data.rows import Prompt
-from trainer.errors import ConfigError, RewardError
+from trainer.errors import ConfigError, RewardError, first_line
 
 
 def read_settings(config: RewardModelConfig) -> Any:
@@ -22,9 +22,8 @@ def read_settings(config: RewardModelConfig) -> Any:
             config.model_path, trust_remote_code=config.trust_remote_code, **config.override_config
         )
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"reward.reward_model.model_path={config.model_path}: its config.json cannot be used: {first}"
+            f"reward.reward_model.model_path={config.model_path}: its config.json cannot be used: {first_line(error)}"
         ) from None
 
 
@@ -49,8 +48,9 @@ class ConversationTokenizer:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"reward.reward_model.{key}={folder}: no tokenizer can be loaded: {first}") from None
+            raise ConfigError(
+                f"reward.reward_model.{key}={folder}: no tokenizer can be loaded: {first_line(error)}"
+            ) from None
         if config.custom_chat_template is not None:
             self.tokenizer.chat_template = config.custom_chat_template
         model = read_settings(config).get_text_config()
@@ -59,7 +59,7 @@ class ConversationTokenizer:
         self.max_length: int | None = config.max_length or positions
         if config.max_length and positions and config.max_length > positions:
             raise ConfigError(
-                f"reward.reward_model.max_length={config.max_length}: {config.model_path} has {positions} positions"
+                f"reward.reward_model.max_length={config.max_length}: {config.model_path} has {positions} positions; set at most that"
             )
 
     def encode(self, prompt: Prompt, response: str, where: str) -> list[int]:

@@ -15,7 +15,7 @@ class Scored:
 
 
 def uses_functions(config: RewardConfig) -> bool:
-    """Whether reward functions run: always, but with a reward model in their place."""
+    """Whether reward functions run: always, unless a reward model replaces them."""
     return not config.reward_model.enable or config.reward_model.combine == "add"
 
 

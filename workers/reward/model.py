@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from config.schema import RewardModelConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, first_line
 from workers.engine.fsdp import DeviceContext, FSDPEngine
 from workers.engine.models import attention_of, master_dtype
 from workers.reward.conversation import read_settings
@@ -52,7 +52,7 @@ class ScoreModel(nn.Module):
             )
         # No such class for this kind of model; no weights; weights of another shape; a file that is cut short.
         except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"{wanted}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{wanted}: {first_line(error)}") from None
         missing = sorted(report["missing_keys"])
         if missing or not isinstance(getattr(model, "score", None), nn.Module) or model.base_model is model:
             raise ConfigError(

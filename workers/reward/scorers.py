@@ -1,7 +1,7 @@
 """Built-in rule rewards, one pure function per task, with verl's reward signature.
 
 Every scorer is called as `f(data_source, solution_str, ground_truth, extra_info)`. `solution_str` is the decoded
-response without special tokens; whether an end token closed the response is told by
+response without special tokens; whether an end token closed the response stands in
 `extra_info["response_ended"]` (absent: it did). Every scorer returns `score` (the reward), `acc` (1.0 or 0.0, what
 validation counts as success) and `pred` (the answer that was read, for majority votes).
 """

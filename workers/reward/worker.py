@@ -52,7 +52,7 @@ class RewardWorker:
     def score(self, rows: Sequence[RewardRow]) -> list[Reward]:
         """The rows' rewards, in their order.
 
-        What a verifier of another package (`workers.reward.verifiers`) does not come back from is 0 and `unscored`.
+        A row on which a verifier of another package (`workers.reward.verifiers`) hangs or dies scores 0, `unscored`.
 
         Raises:
             RewardError: a call raised, took longer than the limit, ended the child, or returned what is not a reward.
@@ -75,7 +75,7 @@ class RewardWorker:
 
         A row's time runs from when its call starts: the calls of an `async def` function overlap.
         """
-        with contextlib.suppress(OSError):  # a dead child is told by the answer
+        with contextlib.suppress(OSError):  # `_answer` says that the child is dead
             self.pipe.send([rows[index] for index in todo])
         limit, limit_text = self.timeout_s, f"reward.timeout_s={self.timeout_s:g} s"
         if self.spec.batched:

@@ -42,24 +42,12 @@ class WeightInbox:
         self._loaded: Future[None] = Future()
         threading.Thread(target=self._run, args=(load,), daemon=True).start()
 
-    def put(self, bucket: Bucket) -> None:
-        """Hand over a bucket, once there is room.
+    def put(self, bucket: Bucket | None) -> None:
+        """Hand over a bucket, or None after the last, once there is room.
 
         Raises:
             Exception: as the function that reads raised it.
         """
-        self._put(bucket)
-
-    def close(self) -> None:
-        """Say that it was the last, and wait until all is read.
-
-        Raises:
-            Exception: as the function that reads raised it.
-        """
-        self._put(None)
-        self._loaded.result()
-
-    def _put(self, bucket: Bucket | None) -> None:
         while True:
             if self._loaded.done():
                 self._loaded.result()
@@ -68,6 +56,15 @@ class WeightInbox:
                 return self._waiting.put(bucket, timeout=0.1)
             except queue.Full:
                 continue
+
+    def close(self) -> None:
+        """Say that it was the last, and wait until all is read.
+
+        Raises:
+            Exception: as the function that reads raised it.
+        """
+        self.put(None)
+        self._loaded.result()
 
     def _run(self, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
         try:

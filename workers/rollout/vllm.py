@@ -36,7 +36,7 @@ MAX_DEFAULT_CACHE = 2**30  # bytes; on CPU the key-value cache is touched as a w
 CPU_BLOCK = 128  # tokens of a block of that cache
 # Read by vLLM when it is imported. One process: no engine outlives its device, and weights are handed over in memory.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-WISHES = {"VLLM_LOGGING_LEVEL": "ERROR"}  # a user's own value goes before
+WISHES = {"VLLM_LOGGING_LEVEL": "ERROR"}  # a user's own value wins
 
 
 class VLLMRollout:
@@ -275,7 +275,7 @@ def import_vllm(*, in_eager_mode: bool) -> Any:
 def engine_arguments(
     context: DeviceContext, config: ActorRolloutRefConfig, spec: PolicySpec, hf_config: Any
 ) -> dict[str, Any]:
-    """The engine's arguments; those of `engine_kwargs.vllm` go before.
+    """The engine's arguments; those of `engine_kwargs.vllm` win.
 
     Raises:
         ConfigError: the tensor-parallel size does not fit the devices.

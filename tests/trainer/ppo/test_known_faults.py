@@ -1,8 +1,8 @@
 """Every entry of the table of known faults of public trainers, run through this trainer's own functions.
 
 One adapter per kind checks an entry's `expected` and returns the figure that the entry's `common_wrong` is about (a
-dict by the wrong's name where they are about several), which must differ from all of them. Where DESIGN section 5
-decides what the table leaves open, the adapter says so.
+dict by the wrong's name where they are about several), which must differ from all of them. Where the table leaves
+open what is right, the adapter says what is decided here.
 """
 
 import itertools
@@ -200,7 +200,7 @@ def adaptive_kl_kind(entry: Entry) -> Any:
 
 
 def refuse_more_than_five_horizons(entry: Entry, controller: Any) -> None:
-    """Of the two ways that the entry allows, DESIGN section 4 takes the refusal, at start and at the update."""
+    """Of the two ways that the entry allows, refusal is taken here, at start and at the update."""
     params, (kl, num_rows) = entry["params"], entry["inputs"]["updates"][0]
     with pytest.raises(ValueError, match="60000 rows"):
         controller.update(kl, num_rows)
@@ -380,7 +380,7 @@ def gae_kind(entry: Entry) -> Any:
     mask, params, expected = mask_of(entry), entry["params"], entry["expected"]
     result = compute_gae(token_level_rewards=rewards, values=values, response_mask=mask, **params)
     raw = torch.where(mask, result.returns - values, 0.0)
-    if "verl_terminal_zero" in expected:  # DESIGN 5.9: a response cut at its length limit is terminal
+    if "verl_terminal_zero" in expected:  # a response cut at its length limit is terminal
         check(entry, verl_terminal_zero=raw)
         return None
     check(entry, advantages_raw=raw, returns=result.returns)
@@ -395,7 +395,7 @@ def gae_kind(entry: Entry) -> Any:
 
 
 def grpo_kind(entry: Entry) -> Any:
-    if entry["expected"].get("raises_or_finite"):  # DESIGN 5.13: refused where the reward function returns
+    if entry["expected"].get("raises_or_finite"):  # refused where the reward function returns
         for score in tensor(entry["inputs"]["scores"]).tolist():
             if not np.isfinite(score):
                 with pytest.raises(RewardError, match="the third row"):
@@ -409,7 +409,7 @@ def grpo_kind(entry: Entry) -> Any:
         norm_by_std=entry["params"]["norm_by_std"],
     )
     scalar = torch.where(mask, result.advantages, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-    # DESIGN 5.10: a group of one has advantage 0.
+    # A group of one has advantage 0.
     name = "scalar_advantages_mean_baseline" if "scalar_advantages_mean_baseline" in expected else "scalar_advantages"
     check(entry, **{name: scalar})
     if "advantages" in expected:
@@ -421,7 +421,7 @@ def reinforce_pp_kind(entry: Entry) -> Any:
     (rewards,), mask, expected = inputs(entry, "token_level_rewards"), mask_of(entry), entry["expected"]
     gamma = entry["params"]["gamma"]
     moved = "returns_if_reward_is_first_moved_to_last_trainable"
-    if moved in expected:  # DESIGN 5.11: a score is never put on a masked token in the first place
+    if moved in expected:  # a score is never put on a masked token in the first place
         placed = place_scores(rewards.sum(-1).tolist(), mask)
         result = compute_reinforce_plus_plus(token_level_rewards=placed, response_mask=mask, gamma=gamma)
         check(entry, **{moved: result.returns})
@@ -628,7 +628,7 @@ class PoolOfOne:
 
 
 def lr_moves_once_per_training_step(entry: Entry) -> None:
-    """DESIGN 5.19. The rates that the actor is handed, over training steps, mini-batches and micro-batches."""
+    """The rates that the actor is handed, over training steps, mini-batches and micro-batches."""
     from workers.groups import ActorRolloutGroup, UpdateContext  # loads Ray, which no other kind needs
 
     given = entry["inputs"]

@@ -97,7 +97,7 @@ def test_the_norm_of_a_tokens_entropy_at_the_logits_is_autograds(
     torch.testing.assert_close(geometry.entropy.sqrt() / temperature, known, rtol=PER_TOKEN, atol=0)
 
 
-def test_two_tokens_by_hand() -> None:
+def test_the_push_of_a_vocabulary_of_two_by_hand() -> None:
     # p = 3/4, 1/4; the label is the first. The norm at T = 2 is 1/2 · sqrt((1/4)² + (1/4)²).
     logits = 2 * torch.tensor([[3 / 4, 1 / 4]]).double().log()
     geometry = logit_geometry(logits, torch.tensor([0]), 2.0, with_entropy=True)

@@ -81,7 +81,7 @@ def test_weights_are_ratios_cut_from_above(level: str, expected: list[list[float
     torch.testing.assert_close(weights, torch.tensor(expected), rtol=SINGLE, atol=0)
 
 
-def test_the_figures_of_the_weights() -> None:
+def test_figures_of_the_weights_are_of_the_cut_ones_by_hand() -> None:
     metrics = correct(rollout_is="token").metrics
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 2 + 0.55 + 1.5 + 1.2) / 5, rel=EXACT)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5, rel=EXACT)

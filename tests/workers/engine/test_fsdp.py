@@ -189,7 +189,7 @@ def test_without_the_optimizers_state_going_on_would_differ(
 def test_saving_before_the_first_update_changes_nothing(
     write_model: Callable[..., str], make_engine: Callable[..., FSDPEngine], batch: PPOBatch, tmp_path: Path
 ) -> None:
-    """Critic-only steps also checkpoint (DESIGN 5.19), and then the actor's optimizer has no state yet."""
+    """Critic-only steps also checkpoint, and then the actor's optimizer has no state yet."""
     first, second = make_engine(write_model("qwen3")), make_engine(write_model("qwen3"))
     first.save(tmp_path, "actor")
     for engine in (first, second):

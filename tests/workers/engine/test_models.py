@@ -201,7 +201,7 @@ def test_override_config_reaches_the_model(write_model: Callable[..., str], batc
 
 
 def test_entropy_of_a_model_with_forbidden_tokens_is_finite(write_model: Callable[..., str], batch: PPOBatch) -> None:
-    """DESIGN 5.7: a model that sets logits to -inf, as vocabulary padding does."""
+    """A model that sets logits to -inf, as vocabulary padding does."""
     model = PolicyModel.load(write_model("llama"), **LOAD)
     forbidden = torch.zeros(41)
     forbidden[0] = float("-inf")

@@ -1,4 +1,4 @@
-"""DESIGN 5.2: an update does not depend on how its mini-batch was cut, ordered, padded or spread over processes.
+"""An update does not depend on how its mini-batch was cut, ordered, padded or spread over processes.
 
 Every way of running the update is held against one written here by hand over plain transformers models: row by row,
 without padding, masks, micro-batches or ranks.
