@@ -438,9 +438,19 @@ def overrides_of(values: dict[str, Any]) -> list[str]:
 
 
 def _override(key: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f"{key}={quoted(_escaped(value))}"
-    return f"{key}={json.dumps(value)}" if not isinstance(value, float) or math.isfinite(value) else f"{key}={value}"
+    return f"{key}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    match value:
+        case str():
+            return quoted(_escaped(value))
+        case list():
+            return f"[{','.join(map(_literal, value))}]"
+        case float() if not math.isfinite(value):
+            return str(value)
+        case _:
+            return json.dumps(value)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -211,6 +211,8 @@ def _setting_faults(settings: Mapping[str, Override]) -> Iterator[Fault]:
             yield Fault(key, None, "takes one value")
         elif key == SWEEP_FOLDER_KEY and ("${" in str(value) or not str(value).strip()):
             yield Fault(key, value, "must be a plain folder, so that starting the sweep again finds it")
+        elif "_target_" in str(override.input_line):
+            yield Fault(key, value, f"names code to run: choose a launcher that is installed, with {LAUNCHER_KEY}=NAME")
         elif key.startswith("hydra.launcher.") and LAUNCHER_KEY not in settings:
             yield Fault(key, value, f"needs {LAUNCHER_KEY}=NAME")
 

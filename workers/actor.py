@@ -1,7 +1,6 @@
 """The actor role: the policy that is trained, and where it is not in a pool of its own, the copy that decodes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +16,12 @@ from workers.engine.flops import ModelSize, model_size, peak_flops
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.lora import LoraEngine, attach_adapters
 from workers.engine.models import PolicyModel, PolicySpec, load_model, master_dtype
-from workers.engine.pieces import Piece, make_piece
+from workers.engine.pieces import LocalUpdate, Piece, make_piece
 from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, ppo_loss
 from workers.rollout.buckets import Bucket, in_buckets
 from workers.rollout.sampling import RolloutRequest
 from workers.rollout.worker import Rollout
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalUpdate:
-    """One update as a rank sees it: its micro-batches of rows of its own batch, and the whole mini-batch's counts."""
-
-    counts: LossCounts
-    micro_batches: list[np.ndarray]
 
 
 def load_policy(

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from config.schema import CriticConfig
 from trainer.batch import PPOBatch, require, require_finite
-from workers.actor import LocalUpdate
 from workers.engine.fsdp import DeviceContext, FSDPEngine, UpdateOutcome
 from workers.engine.models import ValueModel, master_dtype
-from workers.engine.pieces import make_piece
+from workers.engine.pieces import LocalUpdate, make_piece
 from workers.engine.recompute import recompute_layers
 from workers.losses import LossShare, value_loss
 

@@ -18,11 +18,12 @@ from trainer.batch import PPOBatch, real_lengths, require
 from trainer.errors import CheckpointError, WorkerLostError
 from trainer.ppo.limiters import finish
 from trainer.ppo.minibatch import MicroBatching, Rows, Update, plan_micro_batches, plan_updates
-from workers.actor import Actor, ActorRollout, LocalUpdate
+from workers.actor import Actor, ActorRollout
 from workers.critic import Critic
 from workers.engine.flops import ModelSize, actor_mfu
 from workers.engine.fsdp import UpdateOutcome
 from workers.engine.models import PolicySpec
+from workers.engine.pieces import LocalUpdate
 from workers.pool import ResourcePool
 from workers.reference import Reference
 from workers.rollout.apart import RolloutApart

@@ -254,4 +254,7 @@ def get(reference: Any, what: str) -> Any:
             raise type(error.cause)(str(error.cause)) from None
         raise
     except (RayActorError, WorkerCrashedError, GetTimeoutError) as error:
-        raise WorkerLostError(f"a worker process was lost during {what}: {first_line(error)}") from error
+        raise WorkerLostError(
+            f"a worker process was lost during {what}: {first_line(error)}. logs/ has what the processes "
+            "printed. The same command again goes on from the newest checkpoint."
+        ) from error

@@ -504,6 +504,7 @@ def test_a_pool_is_given_key_by_key_or_as_a_mapping_and_survives_the_way_through
 def test_any_text_survives_the_way_through_overrides(template: str) -> None:
     plain = to_plain(load_config())
     plain["actor_rollout_ref"]["model"]["custom_chat_template"] = template
+    plain["data"]["val_files"] = [template, "a,b.parquet"]
     assert to_plain(load_config(overrides_of(plain))) == plain
 
 

@@ -173,6 +173,8 @@ def test_an_ablation_that_does_not_exist_names_those_that_do(tmp_path: Path) -> 
         ("hydra.sweep.dir=a,b", "hydra.sweep.dir: takes one value"),
         ("hydra.sweep.dir=x/${now:%Y}", "must be a plain folder"),
         ("hydra.launcher.n_jobs=2", "needs hydra/launcher=NAME"),
+        ("hydra.launcher._target_=os.system", "names code to run: choose a launcher that is installed"),
+        ("hydra.launcher.x={_target_:os.system}", "names code to run: choose a launcher that is installed"),
         ("data.seed", "data.seed: is not an override of the form key=value"),
     ],
 )

@@ -18,12 +18,13 @@ from torch import Tensor
 from config.schema import ActorRolloutRefConfig, CriticConfig, FSDPConfig
 from trainer.batch import PPOBatch
 from trainer.ppo.core_algos import LossCounts
-from workers.actor import ActorRollout, LocalUpdate
+from workers.actor import ActorRollout
 from workers.critic import Critic
 from workers.engine.fsdp import DeviceContext, FSDPEngine, local_part
 from workers.engine.lora import prepare_adapter
 from workers.engine.models import AdapterSpec, PolicySpec
 from workers.engine.offload import Offload
+from workers.engine.pieces import LocalUpdate
 from workers.groups import ActorRolloutGroup, CriticGroup, ReferenceGroup, UpdateContext
 from workers.pool import ResourcePool
 

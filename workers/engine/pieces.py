@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 from trainer.batch import PPOBatch, per_row, require
+from trainer.ppo.core_algos import LossCounts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalUpdate:
+    """One update as a rank sees it: its micro-batches of rows of its own batch, and the whole mini-batch's counts."""
+
+    counts: LossCounts
+    micro_batches: list[np.ndarray]
 
 
 @dataclass(slots=True)

@@ -21,9 +21,10 @@ from config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, Gove
 from trainer.batch import PPOBatch, real_lengths
 from trainer.ppo.core_algos import LOSS_AGG_MODES, LossCounts
 from trainer.ppo.minibatch import MicroBatching, plan_micro_batches
-from workers.actor import ActorRollout, LocalUpdate
+from workers.actor import ActorRollout
 from workers.engine.fsdp import DeviceContext
 from workers.engine.models import PolicySpec, ValueModel
+from workers.engine.pieces import LocalUpdate
 from workers.groups import ActorRolloutGroup, CriticGroup, UpdateContext
 from workers.pool import ResourcePool
 
