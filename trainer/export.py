@@ -45,8 +45,8 @@ def export(source: Path, out: Path, *, merged: bool, base: Path | None) -> str:
             what = f"the model {folder} with the adapter of {actor} merged"
         else:
             shutil.copytree(actor, aside, dirs_exist_ok=True)
-            if is_adapter:
-                _name_base(aside, _known_base(actor))
+            if is_adapter and (found := _known_base(actor)) is not None:
+                _name_base(aside, found)
             what = f"the {'adapter' if is_adapter else 'model'} of {actor}"
         os.rename(aside, out)
     finally:
@@ -88,13 +88,12 @@ def _known_base(actor: Path) -> Path | None:
     return next((folder for folder in candidates if (folder / "config.json").exists()), None)
 
 
-def _name_base(adapter: Path, base: Path | None) -> None:
-    """Write where the base is into an adapter's own file, by which peft finds it; it stays as it was if that is not known."""
+def _name_base(adapter: Path, base: Path) -> None:
+    """Write where the base is into an adapter's own file, by which peft finds it."""
     path = adapter / ADAPTER_FILES[0]
     settings = json.loads(path.read_text(encoding="utf-8"))
-    if base is not None:
-        settings["base_model_name_or_path"] = str(base)
-        path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+    settings["base_model_name_or_path"] = str(base)
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _merge(actor: Path, base: Path, out: Path) -> None:

@@ -19,7 +19,7 @@ from workers.reward.model_group import RewardModelGroup
 
 
 def open_pools(config: GovernorConfig, log_dir: Path, names: Collection[str] | None = None) -> Pools:
-    """The processes on devices that the configuration asks for, of the pools of these names or of all; Ray must run."""
+    """The processes on devices that the configuration asks for, of the pools of these names or of all."""
     trainer, device = config.trainer, _device(config)
     return Pools(
         [

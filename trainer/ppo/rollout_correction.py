@@ -42,7 +42,7 @@ def correct_rollout(
     metrics = mismatch_metrics(old_log_probs, rollout_log_probs, mask)
     loss_mask = mask
     if config.rollout_rs is not None:
-        assert config.rollout_rs_threshold is not None, "config.rules asks for it"
+        assert config.rollout_rs_threshold is not None, "config.rollout_rules asks for it"
         lower, upper = bounds_of(config.rollout_rs_threshold)
         loss_mask = mask & kept_tokens(log_ratio, mask, mode=config.rollout_rs, lower=lower, upper=upper)
         rejected = mask & ~loss_mask

@@ -18,6 +18,8 @@ from workers.engine.chunked import LanguageModelHead, figures_in_chunks
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+# What transformers raises: no class for this kind of model; no weights; weights of another shape; a file that is cut short.
+LOAD_ERRORS = (ValueError, OSError, RuntimeError, SafetensorError)
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file, in its fingerprint
 
 
@@ -55,7 +57,7 @@ def load_model(
         model = kind.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+    except LOAD_ERRORS as error:
         raise ConfigError(f"{path}: cannot be loaded with {kind.__name__}: {first_line(error)}") from None
     return model.eval()
 

@@ -16,7 +16,7 @@ def read_settings(config: RewardModelConfig) -> Any:
     Raises:
         ConfigError: it cannot be read.
     """
-    assert config.model_path is not None, "config.rules asks for it"
+    assert config.model_path is not None, "config.reward_rules asks for it"
     try:
         return AutoConfig.from_pretrained(
             config.model_path, trust_remote_code=config.trust_remote_code, **config.override_config
@@ -40,7 +40,7 @@ class ConversationTokenizer:
         Raises:
             ConfigError: there is none.
         """
-        assert config.model_path is not None, "config.rules asks for it"
+        assert config.model_path is not None, "config.reward_rules asks for it"
         self.config = config
         folder, key = (
             (config.tokenizer_path, "tokenizer_path") if config.tokenizer_path else (config.model_path, "model_path")

@@ -49,7 +49,7 @@ def combine(
         score += config.reward_model.coef * model_score
         parts["model_score"] = model_score
     if punishes:
-        assert overlong.len is not None, "config.rules asks for it"
+        assert overlong.len is not None, "config.reward_rules asks for it"
         penalty = overlong_penalty(length, max_length=max_length, buffer=overlong.len, factor=overlong.penalty_factor)
         score += penalty
         if overlong.log:

@@ -3,14 +3,13 @@
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from config.schema import RewardModelConfig
 from trainer.errors import ConfigError, first_line
 from workers.engine.fsdp import DeviceContext, FSDPEngine
-from workers.engine.models import attention_of, master_dtype
+from workers.engine.models import LOAD_ERRORS, attention_of, master_dtype
 from workers.reward.conversation import read_settings
 
 Conversation = list[int]  # tokens, without padding
@@ -36,7 +35,7 @@ class ScoreModel(nn.Module):
         Raises:
             ConfigError: the folder's model has no such head, or one of several labels, or cannot be loaded.
         """
-        assert config.model_path is not None, "config.rules asks for it"
+        assert config.model_path is not None, "config.reward_rules asks for it"
         path, settings = config.model_path, read_settings(config)
         wanted = f"reward.reward_model.model_path={path}: a sequence-classification model with one label is wanted"
         if settings.num_labels != 1:
@@ -50,8 +49,7 @@ class ScoreModel(nn.Module):
                 output_loading_info=True,
                 trust_remote_code=config.trust_remote_code,
             )
-        # No such class for this kind of model; no weights; weights of another shape; a file that is cut short.
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        except LOAD_ERRORS as error:
             raise ConfigError(f"{wanted}: {first_line(error)}") from None
         missing = sorted(report["missing_keys"])
         if missing or not isinstance(getattr(model, "score", None), nn.Module) or model.base_model is model:

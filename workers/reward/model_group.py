@@ -35,7 +35,7 @@ class RewardModelGroup:
             max_rows=config.micro_batch_size_per_gpu,
             max_tokens=config.forward_max_token_len_per_gpu,
         )
-        assert config.model_path is not None, "config.rules asks for it"
+        assert config.model_path is not None, "config.reward_rules asks for it"
         # The devices' processes need not have this one's working directory.
         pool.build(self.NAME, RewardModel, replace(config, model_path=str(Path(config.model_path).resolve())))
 
